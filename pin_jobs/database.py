@@ -1,0 +1,132 @@
+"""Engines for the databases of the host: one place for URLs, time limits and the translation of driver errors."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import psycopg
+from psycopg.abc import Buffer
+from psycopg.types.datetime import TimestamptzLoader
+from sqlalchemy import URL, Engine, NullPool, create_engine, event, make_url
+from sqlalchemy.engine.interfaces import ExceptionContext
+from sqlalchemy.exc import ArgumentError, DBAPIError
+
+from pin_jobs.errors import PinJobsError
+
+CONNECT_TIMEOUT_SECONDS: Final = 3
+_POSTGRES_SCHEMES: Final = frozenset({"postgres", "postgresql", "postgresql+psycopg", "postgresql+psycopg2"})
+
+
+class InvalidDatabaseUrl(PinJobsError):
+    """A database URL is not one of PostgreSQL; the message names the variable and never the URL."""
+
+
+class DatabaseUnavailable(PinJobsError):
+    """The database cannot be reached, or the connection to it was lost."""
+
+
+class DatabaseRefused(PinJobsError):
+    """The database answered with an error: a missing table or grant, a time limit, a constraint."""
+
+
+def parse_database_url(url: str, *, variable: str, driver: str = "postgresql+psycopg") -> URL:
+    """Read a `postgres://` or `postgresql://` URL, whatever driver it names, for the driver that we use.
+
+    Raises:
+        InvalidDatabaseUrl: it is no PostgreSQL URL. The message names `variable` and shows nothing of the value.
+    """
+    form = f"{variable} is not a PostgreSQL URL; its form is postgresql://user:password@host:5432/database"
+    try:
+        parsed = make_url(url.strip().replace("postgres://", "postgresql://", 1))
+    except (ArgumentError, ValueError):
+        raise InvalidDatabaseUrl(form) from None
+    if parsed.drivername not in _POSTGRES_SCHEMES or not parsed.database:
+        raise InvalidDatabaseUrl(form)
+    return parsed.set(drivername=driver)
+
+
+def connect_to(url: URL, *, application_name: str) -> Engine:
+    """An engine without a pool, so that a restarted server fails no later tick and nothing outlives its run.
+
+    Sessions are read-write at READ COMMITTED whatever the role's defaults say, and prepare no statements, so that a
+    transaction-pooling PgBouncer can stand in between. A statement that is interrupted in the worker (Terminate,
+    SIGTERM) is cancelled on the server too, which would otherwise go on with it, locks and all.
+    """
+    engine = create_engine(
+        url,
+        poolclass=NullPool,
+        isolation_level="READ COMMITTED",
+        execution_options={"postgresql_readonly": False},
+        hide_parameters=True,
+        # Else the dialect would look up the hstore type on every new connection.
+        use_native_hstore=False,
+        connect_args={
+            "connect_timeout": CONNECT_TIMEOUT_SECONDS,
+            "application_name": application_name,
+            # Whatever the role's default: with SQL_ASCII the driver would return bytes for text.
+            "client_encoding": "utf8",
+            "prepare_threshold": None,
+            # A peer that vanished without a FIN: half a minute rather than the two hours of the kernel's default.
+            "keepalives_idle": 10,
+            "keepalives_interval": 5,
+            "keepalives_count": 3,
+            "tcp_user_timeout": 30_000,
+        },
+    )
+    event.listen(engine, "connect", _read_any_moment)
+    event.listen(engine, "handle_error", _cancel_interrupted_statement)
+    return engine
+
+
+class _BoundedTimestamptzLoader(TimestamptzLoader):
+    """Reads what PostgreSQL can store and Python cannot, such as -infinity, as the nearest moment that Python has.
+
+    One such row of the host would otherwise fail every cycle that claims it.
+    """
+
+    def load(self, data: Buffer) -> datetime:
+        try:
+            return super().load(data)
+        except psycopg.DataError:
+            text = bytes(data)
+            is_past = text.startswith(b"-") or text.endswith(b"BC")
+            return datetime.min.replace(tzinfo=UTC) if is_past else datetime.max.replace(tzinfo=UTC)
+
+
+def _read_any_moment(connection: psycopg.Connection[Any], _record: object) -> None:
+    connection.adapters.register_loader("timestamptz", _BoundedTimestamptzLoader)
+
+
+def _cancel_interrupted_statement(context: ExceptionContext) -> None:
+    if isinstance(context.original_exception, Exception) or context.connection is None:
+        return
+    driver: Any = context.connection.connection.driver_connection
+    if isinstance(driver, psycopg.Connection) and not driver.closed:
+        driver.cancel_safe(timeout=1)
+
+
+@contextmanager
+def clear_errors(name: str) -> Iterator[None]:
+    """Translate what the driver raises into our errors: one line, with the database's `name`, without its URL.
+
+    Raises:
+        DatabaseUnavailable: no connection, or it was lost.
+        DatabaseRefused: any other error of the database.
+    """
+    try:
+        yield
+    except DBAPIError as error:
+        # Without the driver's own error as the cause: its DETAIL can quote whole rows of the host.
+        raise _translated(error, name) from None
+
+
+def _translated(error: DBAPIError, name: str) -> PinJobsError:
+    cause = error.orig
+    sqlstate = getattr(cause, "sqlstate", None)
+    if not isinstance(cause, psycopg.Error) or (isinstance(cause, psycopg.OperationalError) and sqlstate is None):
+        text = " ".join(str(cause).split())
+        return DatabaseUnavailable(f"the {name} database cannot be reached: {text}")
+    if error.connection_invalidated:
+        return DatabaseUnavailable(f"the {name} database hung up ({sqlstate}): {cause.diag.message_primary}")
+    return DatabaseRefused(f"the {name} database refused ({sqlstate}): {cause.diag.message_primary}")

@@ -1,0 +1,1 @@
+"""The messenger context: the call timeout reaper."""

@@ -1,0 +1,51 @@
+"""The schema `pin_jobs`: one Alembic history per database. Tables of the host are never touched."""
+
+from pathlib import Path
+from typing import Final
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import Connection, text
+
+from pin_jobs.database import clear_errors, connect_to, parse_database_url
+
+SCHEMA: Final = "pin_jobs"
+# Same space of keys as the run locks of the jobs; 0x50494E4A is "PINJ".
+_LOCK: Final = text("SELECT pg_advisory_xact_lock(1346981450, 1000)")
+
+
+def migrate_messenger(url: str) -> tuple[str | None, str | None]:
+    """Bring the schema `pin_jobs` of the messenger database to the newest revision; return the one before and after.
+
+    All in one transaction under an advisory lock: two at once take turns, and one that fails leaves nothing behind.
+
+    Raises:
+        InvalidDatabaseUrl, DatabaseUnavailable, DatabaseRefused: the message names the messenger database.
+    """
+    return _migrate("messenger", url, variable="MESSENGER_DATABASE_URL")
+
+
+def _migrate(name: str, url: str, *, variable: str) -> tuple[str | None, str | None]:
+    engine = connect_to(parse_database_url(url, variable=variable), application_name="pin-jobs migrate")
+    with clear_errors(name), engine.begin() as connection:
+        connection.execute(_LOCK)
+        # IF NOT EXISTS would ask for CREATE on the database even where an administrator has made the schema already.
+        if not connection.scalar(text("SELECT to_regnamespace('pin_jobs') IS NOT NULL")):
+            connection.execute(text("CREATE SCHEMA pin_jobs"))
+        before = _revision(connection, name)
+        config = Config(attributes={"connection": connection, "version_table": version_table(name)})
+        # Percent signs are Alembic's interpolation; a path may hold one.
+        config.set_main_option("script_location", str(Path(__file__).parent / name).replace("%", "%%"))
+        command.upgrade(config, "head")
+        return before, _revision(connection, name)
+
+
+def version_table(name: str) -> str:
+    """The table that holds a history's revision: both databases may be one."""
+    return f"alembic_version_{name}"
+
+
+def _revision(connection: Connection, name: str) -> str | None:
+    options = {"version_table": version_table(name), "version_table_schema": SCHEMA}
+    return MigrationContext.configure(connection, opts=options).get_current_revision()
