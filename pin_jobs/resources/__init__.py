@@ -1,0 +1,1 @@
+"""What a host configures: the connections that the jobs and sensors use."""

@@ -1,0 +1,27 @@
+"""A PostgreSQL database as a Dagster resource."""
+
+from dagster import ConfigurableResource
+from pydantic import Field
+from sqlalchemy import Engine
+
+from pin_jobs.database import connect_to, parse_database_url
+
+
+class PostgresResource(ConfigurableResource[None]):
+    """One of the host's databases.
+
+    Give `url` as an `EnvVar`: Dagster shows a plain value, password and all, in the launchpad.
+    """
+
+    url: str = Field(description="PostgreSQL URL, as an EnvVar: postgresql://user:password@host:5432/database.")
+    variable: str = Field(description="The variable that holds the URL; named in errors.")
+
+    def engine(self, application_name: str) -> Engine:
+        """A new engine without a pool; dispose of it is not needed.
+
+        `application_name` is what `pg_stat_activity` shows, at most 63 bytes.
+
+        Raises:
+            InvalidDatabaseUrl: the URL is not one of PostgreSQL.
+        """
+        return connect_to(parse_database_url(self.url, variable=self.variable), application_name=application_name)
