@@ -1,5 +1,6 @@
 """Engines for the databases of the host: one place for URLs, time limits and the translation of driver errors."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -38,7 +39,7 @@ def parse_database_url(url: str, *, variable: str, driver: str = "postgresql+psy
     """
     form = f"{variable} is not a PostgreSQL URL; its form is postgresql://user:password@host:5432/database"
     try:
-        parsed = make_url(url.strip().replace("postgres://", "postgresql://", 1))
+        parsed = make_url(re.sub(r"^postgres://", "postgresql://", url.strip()))
     except (ArgumentError, ValueError):
         raise InvalidDatabaseUrl(form) from None
     if parsed.drivername not in _POSTGRES_SCHEMES or not parsed.database:
@@ -124,7 +125,7 @@ def clear_errors(name: str) -> Iterator[None]:
 def _translated(error: DBAPIError, name: str) -> PinJobsError:
     cause = error.orig
     sqlstate = getattr(cause, "sqlstate", None)
-    if not isinstance(cause, psycopg.Error) or (isinstance(cause, psycopg.OperationalError) and sqlstate is None):
+    if not isinstance(cause, psycopg.Error) or sqlstate is None:
         text = " ".join(str(cause).split())
         return DatabaseUnavailable(f"the {name} database cannot be reached: {text}")
     if error.connection_invalidated:

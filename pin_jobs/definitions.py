@@ -28,7 +28,7 @@ def build_definitions(environ: Mapping[str, str]) -> Definitions:
     resources: dict[str, Any] = {}
     if settings.has_messenger:
         options = settings.call_timeout_reaper
-        database = PostgresResource(url=EnvVar(MESSENGER_DATABASE_URL), variable=MESSENGER_DATABASE_URL)
+        database = PostgresResource(url=EnvVar(MESSENGER_DATABASE_URL))
         resources["messenger_database"] = database
         reaper = build_call_timeout_reaper(options, database)
         jobs.append(reaper)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pin_jobs.errors import PinJobsError
 
-_NAME = re.compile(r"^--\s*name:\s*(?P<name>\S*)\s*$")
+_NAME = re.compile(r"^--\s*name:\s*(?P<name>.*?)\s*$")
 
 
 class MalformedQueryFile(PinJobsError):

@@ -73,12 +73,12 @@ def claim(context: OpExecutionContext, reap_batch: ResourceParam[ReapBatch]) -> 
     yield Output(
         claimed,
         metadata={
-            "calls": _table(_CLAIMED_COLUMNS, rows),
             "as_of": moment(claimed.as_of),
             "ring_timeout_claimed": _count(claimed.calls, Phase.RING_TIMEOUT),
             "ring_timeout_skipped_locked": claimed.skipped_locked[Phase.RING_TIMEOUT],
             "stale_answered_claimed": _count(claimed.calls, Phase.STALE_ANSWERED),
             "stale_answered_skipped_locked": claimed.skipped_locked[Phase.STALE_ANSWERED],
+            "calls": _table(_CLAIMED_COLUMNS, rows),
         },
     )
 
@@ -92,10 +92,10 @@ def transition(reap_batch: ResourceParam[ReapBatch], claimed: Claim) -> Output[T
     return Output(
         batch,
         metadata={
-            "calls": _table(_TRANSITION_COLUMNS, changes),
             "missed": sum(t.phase is Phase.RING_TIMEOUT for t in batch.transitions),
             "failed": sum(t.phase is Phase.STALE_ANSWERED for t in batch.transitions),
             "poisoned": len(poisoned),
+            "calls": _table(_TRANSITION_COLUMNS, changes),
             "poisoned_calls": _table(_POISON_COLUMNS, poisoned),
         },
     )
@@ -113,13 +113,13 @@ def write_outbox(reap_batch: ResourceParam[ReapBatch], transitioned: Transitione
     return Output(
         None,
         metadata={
-            "outbox_rows": _table(_OUTBOX_COLUMNS, rows),
             "committed": True,
             "missed": result.missed,
             "failed": result.failed,
             "poisoned": result.poisoned,
             "skipped_locked": sum(result.skipped_locked.values()),
             "cycle_seconds": _seconds(result.duration),
+            "outbox_rows": _table(_OUTBOX_COLUMNS, rows),
         },
     )
 

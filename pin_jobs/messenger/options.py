@@ -137,4 +137,6 @@ def _whole_number(variable: str, text: str) -> int:
 
 
 def _written(value: object) -> str:
-    return f"{value.total_seconds():g}s" if isinstance(value, timedelta) else str(value)
+    if isinstance(value, timedelta):
+        return f"{value.total_seconds():.6f}".rstrip("0").rstrip(".") + "s"
+    return str(value)

@@ -88,7 +88,8 @@ def decide(
         if abs(now - run.since) <= lock_ttl:
             return SkipReason(f"{_calls(probe.due)} due; run {run.run_id} is at work since {moment(run.since)}.")
     late = probe.now - probe.next_deadline if probe.next_deadline else timedelta(0)
-    reason = f"{_calls(probe.due)} due, the oldest for {late.total_seconds():.1f} s"
+    # Short: the list of runs shows some thirty characters of it.
+    reason = f"{'1 call' if probe.due == 1 else f'{probe.due} calls'}, {late.total_seconds():.1f} s late"
     if unfinished:
         reason += (
             f"; not waiting for {', '.join(run.run_id for run in unfinished)}, unfinished for longer than lock_ttl"

@@ -6,13 +6,25 @@ from typing import Final
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
+from alembic.util import CommandError
 from sqlalchemy import Connection, text
 
 from pin_jobs.database import clear_errors, connect_to, parse_database_url
+from pin_jobs.errors import PinJobsError
 
 SCHEMA: Final = "pin_jobs"
 # Same space of keys as the run locks of the jobs; 0x50494E4A is "PINJ".
 _LOCK: Final = text("SELECT pg_advisory_xact_lock(1346981450, 1000)")
+
+
+class UnknownRevision(PinJobsError):
+    """The schema is at a revision that this version does not know."""
+
+    def __init__(self, name: str, revision: str | None) -> None:
+        super().__init__(
+            f"the schema {SCHEMA} of the {name} database is at revision {revision}, which this pin_jobs does "
+            "not know: a newer one has migrated it, so install that one"
+        )
 
 
 def migrate_messenger(url: str) -> tuple[str | None, str | None]:
@@ -21,7 +33,7 @@ def migrate_messenger(url: str) -> tuple[str | None, str | None]:
     All in one transaction under an advisory lock: two at once take turns, and one that fails leaves nothing behind.
 
     Raises:
-        InvalidDatabaseUrl, DatabaseUnavailable, DatabaseRefused: the message names the messenger database.
+        InvalidDatabaseUrl, DatabaseUnavailable, DatabaseRefused, UnknownRevision: the message names the database.
     """
     return _migrate("messenger", url, variable="MESSENGER_DATABASE_URL")
 
@@ -37,7 +49,10 @@ def _migrate(name: str, url: str, *, variable: str) -> tuple[str | None, str | N
         config = Config(attributes={"connection": connection, "version_table": version_table(name)})
         # Percent signs are Alembic's interpolation; a path may hold one.
         config.set_main_option("script_location", str(Path(__file__).parent / name).replace("%", "%%"))
-        command.upgrade(config, "head")
+        try:
+            command.upgrade(config, "head")
+        except CommandError:
+            raise UnknownRevision(name, before) from None
         return before, _revision(connection, name)
 
 

@@ -14,7 +14,6 @@ class PostgresResource(ConfigurableResource[None]):
     """
 
     url: str = Field(description="PostgreSQL URL, as an EnvVar: postgresql://user:password@host:5432/database.")
-    variable: str = Field(description="The variable that holds the URL; named in errors.")
 
     def engine(self, application_name: str) -> Engine:
         """A new engine without a pool; dispose of it is not needed.
@@ -24,4 +23,6 @@ class PostgresResource(ConfigurableResource[None]):
         Raises:
             InvalidDatabaseUrl: the URL is not one of PostgreSQL.
         """
-        return connect_to(parse_database_url(self.url, variable=self.variable), application_name=application_name)
+        return connect_to(
+            parse_database_url(self.url, variable="the url of a PostgresResource"), application_name=application_name
+        )
