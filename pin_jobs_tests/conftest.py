@@ -1,0 +1,160 @@
+"""Real servers for the tests: one PostgreSQL a session, one database a test, copied from a template."""
+
+import logging
+import os
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Engine, make_url, text
+
+from pin_jobs.database import connect_to, parse_database_url
+from pin_jobs.messenger.batch import CycleResult, ReapBatch, RunLockBusy
+from pin_jobs.messenger.options import CallTimeoutReaperOptions
+from pin_jobs.migrations import migrate_messenger
+from pin_jobs.sandbox.host_tables import create_messenger_tables
+from pin_jobs.sandbox.servers import EmbeddedPostgres
+from pin_jobs_tests.factories import Messenger
+
+TEMPLATE = "messenger_template"
+# Looked for in messages, where no password may ever appear.
+ROLE_PASSWORD = "s3cr3t-of-a-role"
+PREFIXES = (
+    "MESSENGER_DATABASE_URL",
+    "CHATHOUSE_DATABASE_URL",
+    "REDIS_URL",
+    "DIALOG_API_",
+    "PIN_JOBS_SENSORS",
+    "CALL_TIMEOUT_REAPER_",
+)
+
+
+class Server:
+    """A PostgreSQL server on which tests make databases."""
+
+    def __init__(self, url: str) -> None:
+        self._url = make_url(url)
+        self._roles: list[str] = []
+
+    def url(self, database: str, *, role: str | None = None) -> str:
+        url = self._url.set(database=database)
+        if role is not None:
+            url = url.set(username=role, password=ROLE_PASSWORD)
+        return url.render_as_string(hide_password=False)
+
+    def run(self, sql: str) -> None:
+        engine = connect_to(parse_database_url(self.url("postgres"), variable="tests"), application_name="tests")
+        with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            connection.execute(text(sql))
+
+    def create(self, template: str = "template1") -> str:
+        name = f"test_{uuid.uuid4().hex[:12]}"
+        self.run(f"CREATE DATABASE {name} TEMPLATE {template}")
+        return name
+
+    def drop(self, name: str) -> None:
+        self.run(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")
+
+    def create_role(self) -> str:
+        """An ordinary role, that may log in and nothing else; dropped with the server's last database."""
+        name = f"role_{uuid.uuid4().hex[:12]}"
+        self.run(f"CREATE ROLE {name} LOGIN PASSWORD '{ROLE_PASSWORD}'")
+        self._roles.append(name)
+        return name
+
+    def drop_roles(self) -> None:
+        for name in self._roles:
+            self.run(f"DROP ROLE {name}")
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """The embedded server, or the one at PIN_JOBS_TEST_POSTGRES_URL (a superuser's), for other versions."""
+    if url := os.environ.get("PIN_JOBS_TEST_POSTGRES_URL"):
+        server = Server(url)
+        yield server
+        server.drop_roles()
+        return
+    with (
+        tempfile.TemporaryDirectory(prefix="pin_jobs_tests_") as folder,
+        EmbeddedPostgres(Path(folder) / "pg") as server,
+    ):
+        embedded = Server(server.url("postgres"))
+        # A database a test: most of the time would go into waiting for the disk.
+        embedded.run("ALTER SYSTEM SET fsync = off")
+        embedded.run("SELECT pg_reload_conf()")
+        yield embedded
+
+
+@pytest.fixture(scope="session")
+def messenger_template(server: Server) -> Iterator[str]:
+    server.drop(TEMPLATE)
+    server.run(f"CREATE DATABASE {TEMPLATE}")
+    create_messenger_tables(server.url(TEMPLATE))
+    migrate_messenger(server.url(TEMPLATE))
+    yield TEMPLATE
+    server.drop(TEMPLATE)
+
+
+@pytest.fixture
+def messenger(server: Server, messenger_template: str) -> Iterator[Messenger]:
+    """A messenger database that follows the contract, migrated, empty."""
+    name = server.create(messenger_template)
+    yield Messenger(server.url(name))
+    server.drop(name)
+
+
+@pytest.fixture
+def empty_database(server: Server) -> Iterator[str]:
+    """The URL of a database with nothing in it."""
+    name = server.create()
+    yield server.url(name)
+    server.drop(name)
+
+
+@pytest.fixture
+def new_batch(messenger: Messenger) -> Iterator[Callable[..., ReapBatch]]:
+    """Makes batches, each of its own run; closes them after the test."""
+    batches: list[ReapBatch] = []
+
+    def make(*, engine: Engine | None = None, run_id: str | None = None, **options: object) -> ReapBatch:
+        batch = ReapBatch(
+            engine or messenger.engine,
+            CallTimeoutReaperOptions(**options),  # type: ignore[arg-type]  # tests pass options by name
+            run_id=run_id or str(uuid.uuid4()),
+            job_name="call_timeout_reaper",
+            log=logging.getLogger("pin_jobs_tests"),
+        )
+        batches.append(batch)
+        return batch
+
+    yield make
+    for batch in batches:
+        batch.close()
+
+
+@pytest.fixture
+def reap(new_batch: Callable[..., ReapBatch]) -> Callable[..., CycleResult | RunLockBusy]:
+    """Runs a whole cycle and returns its result, or who holds the lock."""
+
+    def run(**options: object) -> CycleResult | RunLockBusy:
+        batch = new_batch(**options)
+        claim = batch.claim()
+        if isinstance(claim, RunLockBusy):
+            return claim
+        return batch.write_outbox(batch.transition(claim))
+
+    return run
+
+
+@pytest.fixture
+def pin_jobs_environment(messenger: Messenger, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The environment of a host that has the messenger database and nothing else."""
+    for name in [name for name in os.environ if name.startswith(PREFIXES)]:
+        monkeypatch.delenv(name)
+    environment = {"MESSENGER_DATABASE_URL": messenger.url}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return environment

@@ -1,0 +1,134 @@
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pin_jobs.cli import main
+from pin_jobs_tests.conftest import PREFIXES, ROLE_PASSWORD
+from pin_jobs_tests.factories import Messenger
+
+UNREACHABLE = "postgresql://u:s3cr3t@127.0.0.1:1/d"
+
+
+@pytest.fixture
+def pin_jobs(monkeypatch):
+    """The command line, in this process, with the variables given and no other of ours."""
+
+    def run(*arguments: str, **variables: str):
+        with monkeypatch.context() as patch:
+            for name in [name for name in os.environ if name.startswith(PREFIXES)]:
+                patch.delenv(name)
+            return CliRunner().invoke(main, list(arguments), env=dict(variables))
+
+    return run
+
+
+def spawn(*arguments: str, **variables: str):
+    """The command line as a person runs it."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(PREFIXES)}
+    program = Path(sys.executable).with_name("pin-jobs")
+    return subprocess.Popen(
+        [program, *arguments],
+        env={**inherited, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+class TestMigrate:
+    def test_says_what_it_did(self, pin_jobs, empty_database):
+        first = pin_jobs("migrate", MESSENGER_DATABASE_URL=empty_database)
+        assert (first.exit_code, first.output) == (0, "messenger: no schema -> 0001\n")
+        second = pin_jobs("migrate", MESSENGER_DATABASE_URL=empty_database)
+        assert (second.exit_code, second.output) == (0, "messenger: at 0001, nothing to do\n")
+
+    def test_with_one_database_for_both_contexts_works(self, pin_jobs, empty_database):
+        variables = {"MESSENGER_DATABASE_URL": empty_database, "CHATHOUSE_DATABASE_URL": empty_database}
+        assert pin_jobs("migrate", **variables).exit_code == 0
+        again = pin_jobs("migrate", **variables)
+        assert again.exit_code == 0
+        assert "nothing to do" in again.output
+
+    def test_leaves_out_what_is_not_configured_and_says_so(self, pin_jobs, empty_database):
+        result = pin_jobs("migrate", CHATHOUSE_DATABASE_URL=empty_database)
+        assert result.exit_code == 0
+        assert "messenger: left out, MESSENGER_DATABASE_URL is not set" in result.output
+
+    @pytest.mark.parametrize("variables", [{}, {"MESSENGER_DATABASE_URL": "", "CHATHOUSE_DATABASE_URL": " "}])
+    def test_with_nothing_configured_names_both_variables(self, pin_jobs, variables):
+        result = pin_jobs("migrate", **variables)
+        assert result.exit_code == 1
+        assert "MESSENGER_DATABASE_URL" in result.output
+        assert "CHATHOUSE_DATABASE_URL" in result.output
+        assert result.output.startswith("Error: no database is configured")
+        assert result.output.count("\n") == 1
+
+    @pytest.mark.parametrize(
+        ("url", "words"),
+        [
+            (UNREACHABLE, "Error: the messenger database cannot be reached: "),
+            ("mysql://u:s3cr3t@h/d", "Error: MESSENGER_DATABASE_URL is not a PostgreSQL URL"),
+        ],
+    )
+    def test_fails_in_one_line_without_the_password(self, pin_jobs, url, words):
+        result = pin_jobs("migrate", MESSENGER_DATABASE_URL=url)
+        assert result.exit_code == 1
+        assert result.output.startswith(words)
+        assert result.output.count("\n") == 1
+        assert "s3cr3t" not in result.output
+
+    def test_after_a_newer_version_fails_in_one_line(self, pin_jobs, messenger):
+        messenger.run("UPDATE pin_jobs.alembic_version_messenger SET version_num = '9999'")
+        result = pin_jobs("migrate", MESSENGER_DATABASE_URL=messenger.url)
+        assert result.exit_code == 1
+        assert result.output.startswith("Error: ")
+        assert "9999" in result.output
+        assert result.output.count("\n") == 1
+
+
+class TestTheProgram:
+    def test_migrates_however_many_are_started_at_once(self, empty_database):
+        processes = [spawn("migrate", MESSENGER_DATABASE_URL=empty_database) for _ in range(4)]
+        outputs = [process.communicate(timeout=60) for process in processes]
+        assert [process.returncode for process in processes] == [0] * 4, outputs
+        assert sorted(out for out, _ in outputs) == [
+            *["messenger: at 0001, nothing to do\n"] * 3,
+            "messenger: no schema -> 0001\n",
+        ]
+        assert [err for _, err in outputs] == [""] * 4
+
+    def test_shows_no_traceback_and_no_password(self, server, empty_database):
+        url = server.url(Messenger(empty_database).value("SELECT current_database()"), role=server.create_role())
+        for broken in (UNREACHABLE, url):
+            process = spawn("migrate", MESSENGER_DATABASE_URL=broken)
+            out, err = process.communicate(timeout=60)
+            assert (process.returncode, out) == (1, "")
+            assert err.startswith("Error: the messenger database ")
+            assert err.count("\n") == 1
+            assert "s3cr3t" not in err
+            assert ROLE_PASSWORD not in err
+
+
+class TestTheRest:
+    @pytest.mark.parametrize("flag", ["-h", "--help"])
+    def test_help_names_the_commands(self, pin_jobs, flag):
+        result = pin_jobs(flag)
+        assert result.exit_code == 0
+        assert "migrate" in result.output
+        assert "dev" in result.output
+
+    def test_version_is_that_of_the_package(self, pin_jobs):
+        result = pin_jobs("--version")
+        assert result.exit_code == 0
+        assert result.output.endswith(f"version {metadata.version('pin-jobs')}\n")
+
+    @pytest.mark.parametrize("port", ["0", "65536", "abc"])
+    def test_a_bad_port_is_refused_before_anything_starts(self, pin_jobs, port):
+        result = pin_jobs("dev", "--port", port)
+        assert result.exit_code == 2
+        assert "--port" in result.output
