@@ -1,3 +1,4 @@
+import signal
 import socket
 import threading
 import time
@@ -87,7 +88,15 @@ class TestASession:
     def engine(self, messenger):
         return open_engine(messenger.url)
 
-    def test_is_read_write_at_read_committed_and_named(self, engine):
+    def test_is_read_write_at_read_committed_and_named_whatever_the_defaults(self, messenger, engine):
+        name = messenger.value("SELECT current_database()")
+        for setting in (
+            "default_transaction_isolation = 'serializable'",
+            "default_transaction_read_only = on",
+            "application_name = 'another'",
+            "client_encoding = 'LATIN1'",
+        ):
+            messenger.run(f"ALTER DATABASE {name} SET {setting}")
         with engine.connect() as connection:
             shown = connection.execute(
                 text(
@@ -103,6 +112,30 @@ class TestASession:
         wait_for(
             lambda: not messenger.rows("SELECT FROM pg_stat_activity WHERE pid = :pid", pid=pid), 5, "the session's end"
         )
+
+    def test_that_is_interrupted_ends_its_statement_on_the_server(self, messenger, engine):
+        class Interrupted(BaseException):
+            pass
+
+        def interrupt(*_):
+            raise Interrupted
+
+        asleep = "SELECT pid FROM pg_stat_activity WHERE wait_event = 'PgSleep' AND datname = current_database()"
+
+        def interrupt_when_asleep():
+            wait_for(lambda: messenger.rows(asleep), 5, "the statement")
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+
+        before = signal.signal(signal.SIGUSR1, interrupt)
+        watcher = threading.Thread(target=interrupt_when_asleep)
+        watcher.start()
+        try:
+            with pytest.raises(Interrupted), engine.connect() as connection:
+                connection.execute(text("SELECT pg_sleep(20)"))
+        finally:
+            watcher.join(10)
+            signal.signal(signal.SIGUSR1, before)
+        wait_for(lambda: not messenger.rows(asleep), 2, "the statement to end on the server")
 
     def test_prepares_no_statements(self, engine):
         with engine.connect() as connection:

@@ -3,6 +3,7 @@ import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -18,6 +19,7 @@ from pin_jobs.messenger.batch import (
     RunLockBusy,
 )
 from pin_jobs.messenger.calls import CallMissedEvent, Phase, outbox_row
+from pin_jobs.messenger.transaction import QUERIES
 from pin_jobs_tests.factories import Messenger, a_finished_call, a_ringing_call, an_answered_call
 from pin_jobs_tests.waiting import wait_for
 
@@ -317,6 +319,21 @@ class TestARival:
         assert messenger.status(call) == "Answered"
         assert messenger.outbox() == []
 
+    def test_whose_change_our_claim_does_not_know_is_not_overwritten(self, messenger, new_batch):
+        # Row locks keep this from happening; the guard holds without them (INV-CALL-5).
+        (call,) = messenger.add(a_ringing_call(age="46s"))
+        first = new_batch()
+        stale = first.claim()
+        first.close()
+        messenger.run("UPDATE messenger.call_sessions SET status = 'Answered', updated_at = now()")
+        before = messenger.call(call)
+        batch = new_batch()
+        fresh = batch.claim()
+        result = batch.write_outbox(batch.transition(replace(fresh, calls=stale.calls)))
+        assert (result.missed, result.poisoned) == (0, 1)
+        assert messenger.call(call) == before
+        assert messenger.outbox() == []
+
 
 class TestAnOutboxRowThatIsThereAlready:
     def test_stays_and_the_call_closes_with_a_warning(self, messenger, reap, caplog):
@@ -475,6 +492,14 @@ class TestTheRunLock:
             busy = reap()
             assert busy.application_name == "a-busy-worker"
             assert holder.execute(text("SELECT 1")).scalar() == 1
+
+    def test_holder_is_judged_again_in_the_statement_that_ends_it(self, messenger):
+        # Between finding and ending, the lock may have passed on to a healthy cycle.
+        with messenger.holding(TAKE_RUN_LOCK), messenger.engine.connect() as contender:
+            key = {"namespace": LOCK_NAMESPACE, "job": LIVE_CYCLE_LOCK}
+            for ttl, ended in ((timedelta(minutes=1), 0), (timedelta(0), 1)):
+                found = contender.execute(QUERIES["end_expired_lock_holder"], {**key, "lock_ttl": ttl})
+                assert len(found.all()) == ended
 
     def test_expired_holder_that_we_may_not_end_is_reported_busy(self, server, messenger, reap):
         # The holder is a superuser's session, ours an ordinary role's: not even its age is shown to us.

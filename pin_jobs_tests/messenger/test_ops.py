@@ -198,6 +198,7 @@ class TestAFailure:
         assert not run.success
         assert run.failed == {op}
         assert "the host is broken" in run.errors[0]
+        assert any("nothing of it was committed" in message for _, message in run.logs)
         assert messenger.statuses() == {"Ringing": 1, "Answered": 1}
         assert (messenger.outbox(), messenger.cycles(), messenger.locks()) == ([], [], [])
         messenger.run(f"DROP TRIGGER refuse ON messenger.{table}")
