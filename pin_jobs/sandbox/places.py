@@ -71,8 +71,11 @@ def traversable(folders: list[Path], say: Callable[[str], None]) -> Iterator[Non
                 parent.chmod(mode | 0o011)
 
 
-def last_line(*logs: Path) -> str:
-    """The last line that says something, of the first of `logs` that has one; for error messages."""
+def last_line(*logs: Path, saying: tuple[str, ...] = ("",)) -> str:
+    """The last line that says something, of the first of `logs` that has one; for error messages.
+
+    With `saying`: the last line that holds one of these words.
+    """
     for log in logs:
         try:
             with log.open("rb") as file:
@@ -81,6 +84,6 @@ def last_line(*logs: Path) -> str:
         except OSError:
             continue
         for line in reversed(lines):
-            if line.strip(" -"):
+            if line.strip(" -") and any(word in line for word in saying):
                 return line.strip()[:300]
     return "nothing"

