@@ -39,7 +39,7 @@ def main() -> None:
 def dev(port: int, data_dir: Path) -> None:
     """Run everything on this machine: embedded servers, call traffic, jobs and the web UI."""
     try:
-        from pin_jobs.sandbox.dev import run_dev  # noqa: PLC0415 - the sandbox is an extra that production lacks
+        from pin_jobs.sandbox.dev import run_dev  # noqa: PLC0415  # the sandbox is an extra that production lacks
     except ImportError as error:
         if (error.name or "").startswith("pin_jobs"):
             raise

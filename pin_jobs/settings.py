@@ -13,7 +13,7 @@ MESSENGER_DATABASE_URL: Final = "MESSENGER_DATABASE_URL"
 CHATHOUSE_DATABASE_URL: Final = "CHATHOUSE_DATABASE_URL"
 REDIS_URL: Final = "REDIS_URL"
 DIALOG_API_URL: Final = "DIALOG_API_URL"
-DIALOG_API_TOKEN: Final = "DIALOG_API_TOKEN"  # noqa: S105 - the name of the variable, not a token
+DIALOG_API_TOKEN: Final = "DIALOG_API_TOKEN"  # noqa: S105  # the name of the variable, not a token
 SENSORS: Final = "PIN_JOBS_SENSORS"
 
 

@@ -109,7 +109,7 @@ class _Sandbox:
                 code = 0
             else:
                 self._say(f"Error: {error}")
-        except Exception as error:  # noqa: BLE001 - a person gets one line, and the rest in a file
+        except Exception as error:  # noqa: BLE001  # a person gets one line, and the rest in a file
             log = self._folder.logs / "dev.log"
             log.write_text(traceback.format_exc())
             reason = next(iter(str(error).splitlines()), "")
@@ -244,7 +244,7 @@ class _Sandbox:
         for name, server in (("Valkey", self._valkey), ("PostgreSQL", self._postgres)):
             try:
                 server.stop()
-            except Exception as error:  # noqa: BLE001 - the other one is to be stopped all the same
+            except Exception as error:  # noqa: BLE001  # the other one is to be stopped all the same
                 self._say(f"{name} could not be stopped: {error}")
         self._code_socket.unlink(missing_ok=True)
         self._say(f"Stopped after {time.monotonic() - begun:.1f} s; the data stays in {self._folder.path}")

