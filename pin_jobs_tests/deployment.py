@@ -1,0 +1,342 @@
+"""A Dagster deployment as a host runs it: our dagster.yaml and workspace.yaml, a web server, a daemon, PostgreSQL."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+import pytest
+from dagster import DagsterInstance
+from sqlalchemy import make_url
+
+from pin_jobs_tests.factories import Messenger
+from pin_jobs_tests.waiting import wait_for
+
+REPOSITORY_ROOT = Path(__file__).parent.parent
+JOB = "call_timeout_reaper"
+SENSOR = f"{JOB}_sensor"
+LOCATION = {"repositoryName": "__repository__", "repositoryLocationName": "pin_jobs"}
+UNFINISHED = ("QUEUED", "NOT_STARTED", "STARTING", "STARTED", "CANCELING")
+# A code location is imported twice and a database filled, on a machine that may be busy with other things.
+STARTUP = 90
+# Without bytecode every run would pay for its imports; the rest are settings of whoever runs the tests.
+_NOT_INHERITED = (
+    "PYTHONDONTWRITEBYTECODE",
+    "PYTHONPATH",
+    "DAGSTER_",
+    "MESSENGER_DATABASE_URL",
+    "CHATHOUSE_DATABASE_URL",
+    "REDIS_URL",
+    "DIALOG_API_",
+    "PIN_JOBS_",
+    "CALL_TIMEOUT_REAPER_",
+)
+
+
+class Server(Protocol):
+    """What a deployment needs of the fixture `server`."""
+
+    def url(self, database: str) -> str: ...
+    def create(self, template: str = ...) -> str: ...
+    def drop(self, name: str) -> None: ...
+
+
+def program(name: str) -> str:
+    """A program installed beside the interpreter that runs the tests."""
+    return str(Path(sys.executable).parent / name)
+
+
+def host_environment(**variables: str) -> dict[str, str]:
+    """The environment of a host that has set these variables and no other of ours or of Dagster's."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)}
+    return {**inherited, **variables}
+
+
+@contextmanager
+def running(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process and all its children, ended at the end whatever happened."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=REPOSITORY_ROOT,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=10)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+class Dagster:
+    """The web server's API: what a person does in the UI."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._http = httpx.Client(timeout=60, trust_env=False)
+
+    def ask(self, query: str, **variables: Any) -> dict[str, Any]:
+        response = self._http.post(f"{self.url}/graphql", json={"query": query, "variables": variables})
+        answer = response.json()
+        assert "errors" not in answer, answer["errors"]
+        return dict(answer["data"])
+
+    def is_ready(self) -> bool:
+        """Whether the location is loaded and every daemon that the instance needs is at work."""
+        with suppress(httpx.TransportError):
+            state = self.ask(_READY)
+            daemons = state["instance"]["daemonHealth"]["allDaemonStatuses"]
+            location = state["locationStatusesOrError"]["entries"]
+            return all(daemon["healthy"] for daemon in daemons if daemon["required"]) and bool(location)
+        return False
+
+    def launch(self) -> str:
+        """Launch the reaper by hand; return the id of its run."""
+        answer = self.ask(_LAUNCH, parameters={"selector": {**LOCATION, "jobName": JOB}, "runConfigData": {}})
+        assert answer["launchRun"]["__typename"] == "LaunchRunSuccess", answer
+        return str(answer["launchRun"]["run"]["runId"])
+
+    def terminate(self, run_id: str) -> None:
+        answer = self.ask(_TERMINATE, run=run_id)
+        assert answer["terminateRun"]["__typename"] == "TerminateRunSuccess", answer
+
+    def delete(self, run_id: str) -> None:
+        answer = self.ask(_DELETE, run=run_id)
+        assert answer["deletePipelineRun"]["__typename"] == "DeletePipelineRunSuccess", answer
+
+    def run(self, run_id: str) -> dict[str, Any]:
+        """Status, tags, times and events of a run."""
+        found = dict(self.ask(_RUN, run=run_id)["runOrError"])
+        return {**found, "tags": {tag["key"]: tag["value"] for tag in found["tags"]}}
+
+    def status(self, run_id: str) -> str:
+        return str(self.run(run_id)["status"])
+
+    def events(self, run_id: str) -> list[dict[str, Any]]:
+        return list(self.run(run_id)["eventConnection"]["events"])
+
+    def wait_for_status(self, run_id: str, *statuses: str, timeout: float = 60) -> str:
+        def reached() -> str | None:
+            status = self.status(run_id)
+            assert status in (*statuses, *UNFINISHED), f"run {run_id} is {status}: {self.messages(run_id)}"
+            return status if status in statuses else None
+
+        return str(wait_for(reached, timeout, f"run {run_id} to be {' or '.join(statuses)}"))
+
+    def messages(self, run_id: str) -> list[str]:
+        return [event["message"] for event in self.events(run_id)]
+
+    def pid(self, run_id: str) -> int:
+        """The process of a run, as Dagster notes it down when it starts one."""
+        entries = [entry for event in self.events(run_id) for entry in event.get("metadataEntries", ())]
+        (pid,) = {entry.get("text") or entry.get("intValue") for entry in entries if entry["label"] == "pid"}
+        return int(pid)
+
+    def run_ids(self, *statuses: str) -> list[str]:
+        """Runs of the reaper, newest first."""
+        chosen = {"statuses": list(statuses)} if statuses else {}
+        answer = self.ask(_RUNS, filter={"pipelineName": JOB, **chosen})
+        return [run["runId"] for run in answer["runsOrError"]["results"]]
+
+    def ticks(self) -> list[dict[str, Any]]:
+        """Finished ticks of the sensor, newest first: status, timestamp, skipReason, runIds, error."""
+        answer = self.ask(_TICKS, sensor={**LOCATION, "sensorName": SENSOR})
+        ticks = answer["sensorOrError"]["sensorState"]["ticks"]
+        return [tick for tick in ticks if tick["status"] != "STARTED"]
+
+
+class Deployment:
+    """A web server and a daemon over one messenger database."""
+
+    def __init__(self, dagster: Dagster, messenger: Messenger, environment: Mapping[str, str], home: Path) -> None:
+        self.dagster = dagster
+        self.messenger = messenger
+        self.environment = environment
+        self.home = home
+
+    def log(self, name: str) -> str:
+        return (self.home / f"{name}.log").read_text(errors="replace")
+
+    def sessions(self, run_id: str | None = None) -> list[Mapping[str, Any]]:
+        """The server's sessions of a run, or of all runs: pid, application_name, state, wait_event_type, query."""
+        return list(
+            self.messenger.rows(
+                "SELECT pid, application_name, state, wait_event_type, query FROM pg_stat_activity "
+                "WHERE datname = current_database() AND application_name LIKE :name",
+                name=f"{JOB}/{run_id or '%'}"[:63],
+            )
+        )
+
+    def locks_of(self, pid: int) -> list[Mapping[str, Any]]:
+        return list(self.messenger.rows("SELECT locktype, mode FROM pg_locks WHERE pid = :pid", pid=pid))
+
+    def empty(self) -> None:
+        """No calls, no outbox rows, no recorded cycles."""
+        self.messenger.run("TRUNCATE messenger.call_sessions, messenger.realtime_outbox, pin_jobs.reaper_cycles")
+
+
+class _LogsOfFailures:
+    """A pytest plugin: shows the end of the deployment's logs beside a failure."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_makereport(self) -> Any:
+        outcome = yield
+        report = outcome.get_result()
+        if report.failed:
+            for log in sorted(self._home.glob("*.log")):
+                report.sections.append((log.name, log.read_text(errors="replace")[-8000:]))
+
+
+@contextmanager
+def dagster_records(home: Path, environment: Mapping[str, str]) -> Iterator[DagsterInstance]:
+    """Dagster's own records of a deployment: runs, events and ticks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DAGSTER_DATABASE_URL", environment["DAGSTER_DATABASE_URL"])
+        with DagsterInstance.from_config(str(home)) as instance:
+            yield instance
+
+
+@contextmanager
+def deployment(
+    config: pytest.Config, server: Server, messenger_template: str, *, password: str = "", **variables: str
+) -> Iterator[Deployment]:
+    """Start a web server and a daemon on databases of their own; end and drop everything afterwards.
+
+    `variables` are added to their environment; `password` goes into the URL of the messenger database.
+    """
+    with ExitStack() as stack:
+        # Short, because Dagster puts unix sockets below it.
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pin_jobs_dagster_")))
+        shutil.copy(REPOSITORY_ROOT / "dagster.yaml", home)
+        (home / "tmp").mkdir()
+        dagster_database, messenger_database = server.create(), server.create(messenger_template)
+        stack.callback(server.drop, dagster_database)
+        stack.callback(server.drop, messenger_database)
+        messenger = Messenger(server.url(messenger_database))
+        environment = host_environment(
+            DAGSTER_HOME=str(home),
+            TMPDIR=str(home / "tmp"),
+            DAGSTER_DATABASE_URL=server.url(dagster_database),
+            MESSENGER_DATABASE_URL=_with_password(messenger.url, password),
+            **variables,
+        )
+        # Filled beforehand: of two processes that find the database empty at the same moment one may fail.
+        with dagster_records(home, environment):
+            pass
+        reporter = _LogsOfFailures(home)
+        config.pluginmanager.register(reporter)
+        stack.callback(config.pluginmanager.unregister, reporter)
+        port = str(_free_port())
+        commands = {
+            "webserver": ["dagster-webserver", "-w", "workspace.yaml", "-h", "127.0.0.1", "-p", port],
+            "daemon": ["dagster-daemon", "run", "-w", "workspace.yaml"],
+        }
+        processes = {
+            name: stack.enter_context(running([program(command), *arguments], home / f"{name}.log", environment))
+            for name, (command, *arguments) in commands.items()
+        }
+        dagster = Dagster(f"http://127.0.0.1:{port}")
+        _wait_until_ready(dagster, processes, home)
+        yield Deployment(dagster, messenger, environment, home)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least this share of all values does not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
+
+
+def _wait_until_ready(dagster: Dagster, processes: Mapping[str, subprocess.Popen[bytes]], home: Path) -> None:
+    def ready() -> bool:
+        ended = [name for name, process in processes.items() if process.poll() is not None]
+        assert not ended, f"{ended} ended at once"
+        return dagster.is_ready()
+
+    try:
+        wait_for(ready, STARTUP, "the web server and the daemon to be ready")
+    except AssertionError as error:
+        for name in processes:
+            error.add_note(f"--- {name}.log\n{(home / f'{name}.log').read_text(errors='replace')[-8000:]}")
+        raise
+
+
+def _with_password(url: str, password: str) -> str:
+    return make_url(url).set(password=password or None).render_as_string(hide_password=False)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+_READY = """{
+  instance { daemonHealth { allDaemonStatuses { daemonType required healthy } } }
+  locationStatusesOrError { ... on WorkspaceLocationStatusEntries { entries { name loadStatus } } }
+}"""
+
+_LAUNCH = """mutation ($parameters: ExecutionParams!) {
+  launchRun(executionParams: $parameters) {
+    __typename
+    ... on LaunchRunSuccess { run { runId } }
+    ... on PythonError { message }
+    ... on RunConfigValidationInvalid { errors { message } }
+  }
+}"""
+
+_TERMINATE = """mutation ($run: String!) {
+  terminateRun(runId: $run, terminatePolicy: SAFE_TERMINATE) {
+    __typename
+    ... on TerminateRunFailure { message }
+    ... on PythonError { message }
+  }
+}"""
+
+_DELETE = """mutation ($run: String!) { deletePipelineRun(runId: $run) { __typename } }"""
+
+_RUN = """query ($run: ID!) {
+  runOrError(runId: $run) {
+    ... on Run {
+      status startTime endTime creationTime tags { key value }
+      eventConnection {
+        events {
+          __typename
+          ... on MessageEvent { message timestamp level eventType stepKey }
+          ... on EngineEvent { metadataEntries { label ... on TextMetadataEntry { text }
+                                                 ... on IntMetadataEntry { intValue } } }
+        }
+      }
+    }
+  }
+}"""
+
+_RUNS = """query ($filter: RunsFilter) {
+  runsOrError(filter: $filter, limit: 500) { ... on Runs { results { runId status } } }
+}"""
+
+_TICKS = """query ($sensor: SensorSelector!) {
+  sensorOrError(sensorSelector: $sensor) {
+    ... on Sensor { sensorState { status ticks(limit: 100) {
+      status timestamp skipReason runIds error { message }
+    } } }
+  }
+}"""
