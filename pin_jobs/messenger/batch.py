@@ -137,7 +137,7 @@ class ReapBatch:
         calls: list[Call] = []
         for phase in Phase:
             found = self._open_transaction.rows(f"claim_{phase}", batch_size=self._options.batch_size, **due)
-            self._log.info("batch selected (%s, %d calls)", phase, len(found))
+            self._log.info("batch selected (phase %s, count %d)", phase, len(found))
             calls.extend(_call(row) for row in found)
         return Claim(as_of, self._options.windows, tuple(calls), self._count_skipped(calls, due))
 

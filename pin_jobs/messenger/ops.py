@@ -89,6 +89,7 @@ def transition(reap_batch: ResourceParam[ReapBatch], claimed: Claim) -> Output[T
     batch = reap_batch.transition(claimed)
     changes = [(t.before.id, t.phase, t.before.status, t.after.status, t.after.end_reason) for t in batch.transitions]
     poisoned = [(item.call.id, item.call.phase, item.reason) for item in batch.poisoned]
+    of_poison = {"poisoned_calls": _table(_POISON_COLUMNS, poisoned)} if poisoned else {}
     return Output(
         batch,
         metadata={
@@ -96,7 +97,7 @@ def transition(reap_batch: ResourceParam[ReapBatch], claimed: Claim) -> Output[T
             "failed": sum(t.phase is Phase.STALE_ANSWERED for t in batch.transitions),
             "poisoned": len(poisoned),
             "calls": _table(_TRANSITION_COLUMNS, changes),
-            "poisoned_calls": _table(_POISON_COLUMNS, poisoned),
+            **of_poison,
         },
     )
 

@@ -102,12 +102,15 @@ def build_call_timeout_reaper_sensor(
 ) -> SensorDefinition:
     """The sensor of the live cycle; `running` is its state until somebody switches it in the UI."""
 
+    interval = interval_seconds(options.polling_interval)
+
     @sensor(
         name=f"{job.name}_sensor",
         job=job,
-        minimum_interval_seconds=interval_seconds(options.polling_interval),
+        minimum_interval_seconds=interval,
         default_status=DefaultSensorStatus.RUNNING if running else DefaultSensorStatus.STOPPED,
-        description="Starts a cycle when a call is due and none is under way. A tick that finds nothing makes no run.",
+        description=f"Looks every {interval + 1} s whether a call is due, and starts a cycle unless one is under way. "
+        "A tick that finds nothing makes no run; its reason names the next deadline.",
     )
     def call_timeout_reaper_sensor(
         context: SensorEvaluationContext, messenger_database: PostgresResource

@@ -4,7 +4,8 @@ import atexit
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from dagster import Field
@@ -12,8 +13,9 @@ from dagster._core.storage.base_storage import DagsterStorage
 from dagster._core.storage.sqlite_storage import DagsterSqliteStorage
 from dagster._serdes import ConfigurableClassData
 from dagster_postgres import DagsterPostgresStorage
+from sqlalchemy import URL, NullPool, create_engine, text
 
-from pin_jobs.database import parse_database_url
+from pin_jobs.database import clear_errors, parse_database_url
 from pin_jobs.errors import PinJobsError
 
 
@@ -49,11 +51,27 @@ class PostgresStorage(DagsterPostgresStorage):
             StorageNotConfigured, InvalidDatabaseUrl: the message names the variable, never its value.
         """
         variable = config_value["url_variable"]
-        if text := os.environ.get(variable, "").strip():
-            url = parse_database_url(text, variable=variable, driver="postgresql+psycopg2")
-            return cls(postgres_url=url.render_as_string(hide_password=False), inst_data=inst_data)
+        if value := os.environ.get(variable, "").strip():
+            url = parse_database_url(value, variable=variable, driver="postgresql+psycopg2")
+            with _one_at_a_time(url):
+                return cls(postgres_url=url.render_as_string(hide_password=False), inst_data=inst_data)
         if os.environ.get("DAGSTER_HOME", "").strip():
             raise StorageNotConfigured(variable)
         directory = tempfile.mkdtemp(prefix="pin_jobs_one_off_")
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
         return DagsterSqliteStorage.from_local(directory, inst_data)
+
+
+@contextmanager
+def _one_at_a_time(url: URL) -> Iterator[None]:
+    """Hold a lock of the database while Dagster looks for its tables and creates what is missing.
+
+    The web server and the daemon start together, and on an empty database one of them would find a table half created
+    by the other and die. Who freezes in here loses the lock after a while.
+    """
+    with clear_errors("Dagster"):
+        connection = create_engine(url, poolclass=NullPool).connect()
+    with connection:
+        connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = '30s'"))
+        connection.execute(text("SELECT pg_advisory_xact_lock(1346981450, 1001)"))
+        yield

@@ -1,17 +1,21 @@
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from dagster import DagsterInstance, job, op
 from dagster._core.run_coordinator import QueuedRunCoordinator
 from dagster._core.storage.sqlite_storage import DagsterSqliteStorage
+from sqlalchemy import text
 
 from pin_jobs.database import InvalidDatabaseUrl
 from pin_jobs.errors import PinJobsError
 from pin_jobs.resources.dagster_storage import PostgresStorage, StorageNotConfigured
 from pin_jobs_tests.factories import Messenger
+from pin_jobs_tests.waiting import wait_for
 
 ROOT = Path(__file__).parent.parent.parent
+STORAGE = {"url_variable": "DAGSTER_DATABASE_URL"}
 
 
 @op
@@ -48,6 +52,21 @@ def test_a_run_and_its_events_are_kept_however_the_url_is_written(home, empty_da
         messages = [entry.user_message for entry in instance.all_logs(result.run_id)]
         assert "hello" in messages
     assert Messenger(empty_database).value("SELECT count(*) FROM runs") == 1
+
+
+def test_those_that_start_together_fill_an_empty_database_one_after_the_other(empty_database, monkeypatch):
+    # Two at once make one of them fail, though rarely: dagster-postgres creates its tables without a lock.
+    monkeypatch.setenv("DAGSTER_DATABASE_URL", empty_database)
+    database = Messenger(empty_database)
+    waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+    with ThreadPoolExecutor(2) as pool:
+        with database.engine.begin() as first:
+            first.execute(text("SELECT pg_advisory_xact_lock(1346981450, 1001)"))
+            starts = [pool.submit(PostgresStorage.from_config_value, None, STORAGE) for _ in range(2)]
+            wait_for(lambda: database.value(waiting) == 2, timeout=10, what="both to wait for the first")
+            assert database.value("SELECT to_regclass('runs') IS NULL")
+        assert all(isinstance(start.result(timeout=30), PostgresStorage) for start in starts)
+    assert database.value("SELECT count(*) FROM runs") == 0
 
 
 def test_our_dagster_yaml_says_what_the_jobs_need_to_be_punctual(home, empty_database, monkeypatch):
