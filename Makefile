@@ -44,7 +44,7 @@ format: setup ## format the code and apply the safe fixes
 	@$(BIN)/ruff check --fix .
 
 lock: ## write requirements-dev.txt anew (needs uv)
-	@uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header pyproject.toml --extra dev -o requirements-dev.txt
+	@uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --custom-compile-command "make lock" pyproject.toml --extra dev -o requirements-dev.txt
 
 clean: ## remove .venv and everything built; the data of `make dev` stays
 	@rm -rf .venv dist build .*_cache

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -37,12 +37,16 @@ def parse_database_url(url: str, *, variable: str, driver: str = "postgresql+psy
     Raises:
         InvalidDatabaseUrl: it is no PostgreSQL URL. The message names `variable` and shows nothing of the value.
     """
-    form = f"{variable} is not a PostgreSQL URL; its form is postgresql://user:password@host:5432/database"
+    form = (
+        f"{variable} is not a PostgreSQL URL; its form is postgresql://user:password@host:5432/database, "
+        "with special characters of the password percent-encoded (@ is %40)"
+    )
     try:
         parsed = make_url(re.sub(r"^postgres://", "postgresql://", url.strip()))
     except (ArgumentError, ValueError):
         raise InvalidDatabaseUrl(form) from None
-    if parsed.drivername not in _POSTGRES_SCHEMES or not parsed.database:
+    # An @ in the host is the rest of a password that was not encoded; the driver would quote it in its error.
+    if parsed.drivername not in _POSTGRES_SCHEMES or not parsed.database or "@" in (parsed.host or ""):
         raise InvalidDatabaseUrl(form)
     return parsed.set(drivername=driver)
 
@@ -104,7 +108,9 @@ def _cancel_interrupted_statement(context: ExceptionContext) -> None:
         return
     driver: Any = context.connection.connection.driver_connection
     if isinstance(driver, psycopg.Connection) and not driver.closed:
-        driver.cancel_safe(timeout=1)
+        # Whatever comes of it, the interruption goes on; SQLAlchemy would raise our error in its place.
+        with suppress(psycopg.Error):
+            driver.cancel_safe(timeout=1)
 
 
 @contextmanager

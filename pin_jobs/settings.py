@@ -1,4 +1,4 @@
-"""Connections and options from the environment, validated in one go; errors name the variable, never its value."""
+"""Connections and options from the environment, validated in one go. Errors name the variable and show no secret."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ class Settings:
 def _sensors_run(configured: Mapping[str, str]) -> bool:
     value = configured.get(SENSORS, "running").strip().lower()
     if value not in {"running", "stopped"}:
-        raise InvalidSetting(f"{SENSORS} is {value!r}; allowed is running or stopped")
+        raise InvalidSetting(f"{SENSORS} is {value[:40]!r}; allowed is running or stopped")
     return value == "running"
 
 

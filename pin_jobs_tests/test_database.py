@@ -21,7 +21,10 @@ from pin_jobs.errors import PinJobsError
 from pin_jobs_tests.factories import a_ringing_call
 from pin_jobs_tests.waiting import wait_for
 
-FORM = "THE_VARIABLE is not a PostgreSQL URL; its form is postgresql://user:password@host:5432/database"
+FORM = (
+    "THE_VARIABLE is not a PostgreSQL URL; its form is postgresql://user:password@host:5432/database, "
+    "with special characters of the password percent-encoded (@ is %40)"
+)
 
 
 def open_engine(url: str):
@@ -73,6 +76,7 @@ class TestAUrl:
             "://u:s3cr3t@h/d",
             "host=h dbname=d password=s3cr3t",
             "postgresql://u:s3cr3t@[::1/d",
+            "postgresql://u:p@s3cr3t@h/d",
             "",
         ],
     )

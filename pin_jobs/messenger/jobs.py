@@ -36,6 +36,11 @@ def build_call_timeout_reaper(options: CallTimeoutReaperOptions, database: Postg
             "messenger_database": database,
             "reap_batch": reap_batch_resource(options),
         },
-        tags={"dagster/max_retries": "0", "dagster/priority": PRIORITY},
+        tags={
+            "dagster/max_retries": "0",
+            "dagster/priority": PRIORITY,
+            # A cycle is over after lock_ttl. A run that Dagster holds for started long after that is dead.
+            "dagster/max_runtime": str(int(2 * options.lock_ttl.total_seconds()) + 60),
+        },
         metadata=options.in_words(),
     )

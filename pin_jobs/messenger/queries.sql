@@ -25,7 +25,8 @@ SELECT set_config('statement_timeout', :timeout, true), set_config('idle_in_tran
 -- The first statement of a cycle: what a worker that hangs, is stopped or is cut off can hold on to at most.
 -- set_config(..., true) is SET LOCAL: it ends with the transaction and so reaches nobody else behind a pooler.
 -- row_security off: a row-level policy raises instead of hiding calls. UTC and ISO: what the driver parses, whatever
--- the role's defaults are. transaction_timeout exists from PostgreSQL 17 on; CASE keeps older servers from asking.
+-- the role's defaults are. transaction_timeout exists from PostgreSQL 17 on; CASE keeps older servers from asking. It is
+-- switched off first, because a timer that runs already (a default of the role) would not be set anew.
 SELECT set_config('application_name', :application_name, true),
        set_config('idle_in_transaction_session_timeout', :lock_ttl, true),
        set_config('client_connection_check_interval', '500ms', true),
@@ -34,7 +35,7 @@ SELECT set_config('application_name', :application_name, true),
        set_config('DateStyle', 'ISO, YMD', true),
        set_config('statement_timeout', :lock_ttl, true),
        CASE WHEN CAST(current_setting('server_version_num') AS integer) >= 170000
-            THEN set_config('transaction_timeout', :lock_ttl, true) END
+            THEN set_config('transaction_timeout', '0', true) || set_config('transaction_timeout', :lock_ttl, true) END
 
 -- name: bound_statement
 -- Before each further statement: what is left of the cycle's time, so that several short statements cannot add up to
@@ -67,7 +68,10 @@ SELECT holder.pid, pg_terminate_backend(holder.pid, 2000) AS ended
    AND lock.classid = CAST(:namespace AS oid) AND lock.objid = CAST(:job AS oid)
    AND lock.database = (SELECT oid FROM pg_database WHERE datname = current_database())
    AND holder.xact_start < clock_timestamp() - CAST(:lock_ttl AS interval)
-   AND pg_has_role(current_user, holder.usesysid, 'MEMBER')
+   AND pg_has_role(current_user, holder.usesysid, 'USAGE')
+   AND (SELECT NOT owner.rolsuper OR me.rolsuper
+          FROM pg_roles AS owner, pg_roles AS me
+         WHERE owner.oid = holder.usesysid AND me.rolname = current_user)
 
 -- name: read_clock
 -- The one clock of a cycle, read once the lock is held.

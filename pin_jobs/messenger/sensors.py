@@ -51,7 +51,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A run of the job that Dagster holds for unfinished; `since` is when it started, or was created."""
+    """A run of the job that Dagster holds for unfinished; `since` is when it started, or last changed its status."""
 
     run_id: str
     is_queued: bool
@@ -145,8 +145,9 @@ def find_unfinished(instance: DagsterInstance, job_name: str, location_name: str
 
 
 def _unfinished(record: RunRecord) -> Unfinished:
-    # start_time is what the run's own process reported; before that, the moment Dagster wrote the run down.
-    since = datetime.fromtimestamp(record.start_time, UTC) if record.start_time else record.create_timestamp
+    # start_time is what the run's own process reported; before that, the last change of the status: it may have waited
+    # in the queue for long and be on its way only now.
+    since = datetime.fromtimestamp(record.start_time, UTC) if record.start_time else record.update_timestamp
     return Unfinished(record.dagster_run.run_id, record.dagster_run.status in _WAITING, since)
 
 

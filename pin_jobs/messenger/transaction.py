@@ -36,10 +36,15 @@ class CycleTooLong(PinJobsError):
 class OutcomeUnknown(PinJobsError):
     """The answer to COMMIT was lost, and the database does not say what became of the batch."""
 
-    def __init__(self, run_id: str) -> None:
+    def __init__(self, run_id: str, *, has_record: bool) -> None:
+        sign = (
+            f"pin_jobs.reaper_cycles has run_id '{run_id}'"
+            if has_record
+            else "the calls that op claim lists are closed"
+        )
         super().__init__(
-            f"outcome unknown: the answer to COMMIT was lost and the {DATABASE} database does not tell; "
-            f"look for run_id = '{run_id}' in pin_jobs.reaper_cycles: it is there if the cycle was committed"
+            "outcome unknown: the answer to COMMIT was lost and the database does not tell what became of it. "
+            f"The cycle is committed if {sign}"
         )
 
 
@@ -107,7 +112,7 @@ class CycleTransaction:
         except DatabaseUnavailable as error:
             committed = self._was_committed(transaction_id, has_record=has_record)
             if committed is None:
-                raise OutcomeUnknown(self._run_id) from None
+                raise OutcomeUnknown(self._run_id, has_record=has_record) from None
             if not committed:
                 raise
             self._log.warning("the answer to COMMIT was lost (%s), but the cycle is committed", error)

@@ -6,7 +6,7 @@ from typing import Final
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
-from alembic.util import CommandError
+from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, text
 
 from pin_jobs.database import clear_errors, connect_to, parse_database_url
@@ -20,7 +20,7 @@ _LOCK: Final = text("SELECT pg_advisory_xact_lock(1346981450, 1000)")
 class UnknownRevision(PinJobsError):
     """The schema is at a revision that this version does not know."""
 
-    def __init__(self, name: str, revision: str | None) -> None:
+    def __init__(self, name: str, revision: str) -> None:
         super().__init__(
             f"the schema {SCHEMA} of the {name} database is at revision {revision}, which this pin_jobs does "
             "not know: a newer one has migrated it, so install that one"
@@ -49,10 +49,11 @@ def _migrate(name: str, url: str, *, variable: str) -> tuple[str | None, str | N
         config = Config(attributes={"connection": connection, "version_table": version_table(name)})
         # Percent signs are Alembic's interpolation; a path may hold one.
         config.set_main_option("script_location", str(Path(__file__).parent / name).replace("%", "%%"))
-        try:
-            command.upgrade(config, "head")
-        except CommandError:
-            raise UnknownRevision(name, before) from None
+        if before and before not in {
+            script.revision for script in ScriptDirectory.from_config(config).walk_revisions()
+        }:
+            raise UnknownRevision(name, before)
+        command.upgrade(config, "head")
         return before, _revision(connection, name)
 
 

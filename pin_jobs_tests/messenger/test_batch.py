@@ -514,6 +514,20 @@ class TestTheRunLock:
         assert busy.since is None
         assert "an unknown moment" in str(busy)
 
+    def test_expired_holder_of_a_role_we_are_no_heir_of_is_reported_busy(self, server, messenger, reap):
+        if int(messenger.value("SHOW server_version_num")) < 160000:
+            pytest.skip("a membership that is not inherited came with PostgreSQL 16")
+        ours, theirs = grant_what_the_reaper_needs(server, messenger), server.create_role()
+        messenger.run(f"GRANT {theirs} TO {ours} WITH INHERIT FALSE")
+        messenger.run(f"GRANT pg_read_all_stats TO {ours}")
+        short = {"lock_ttl": timedelta(seconds=0.6), "max_run_duration": timedelta(seconds=0.5)}
+        with engine_of(server, messenger, theirs).begin() as holder:
+            holder.execute(text(TAKE_RUN_LOCK))
+            too_old = text("SELECT clock_timestamp() - now() > interval '0.6 s'")
+            wait_for(lambda: holder.scalar(too_old), timeout=5, what="the holder to be older than lock_ttl")
+            assert isinstance(reap(engine=engine_of(server, messenger, ours), **short), RunLockBusy)
+            assert holder.scalar(text("SELECT true"))
+
     def test_lets_one_of_many_at_once_through(self, messenger, new_batch):
         calls = messenger.add(*[a_ringing_call(age="1min") for _ in range(20)])
         everybody = threading.Barrier(6)
@@ -666,7 +680,7 @@ def grant_what_the_reaper_needs(server, messenger: Messenger) -> str:
     for grant in (
         "USAGE ON SCHEMA messenger, pin_jobs",
         "SELECT, UPDATE ON messenger.call_sessions",
-        "SELECT, INSERT ON messenger.realtime_outbox",
+        "SELECT (id), INSERT ON messenger.realtime_outbox",
         "SELECT, INSERT ON pin_jobs.reaper_cycles",
     ):
         messenger.run(f"GRANT {grant} TO {role}")

@@ -19,6 +19,7 @@ from dagster._core.remote_origin import (
     RemoteJobOrigin,
     RemoteRepositoryOrigin,
 )
+from dagster._core.storage.runs.schema import RunsTable
 from sqlalchemy import text
 
 from pin_jobs.database import DatabaseRefused, DatabaseUnavailable, connect_to, parse_database_url
@@ -305,6 +306,15 @@ def a_run(instance, job, status: DagsterRunStatus, *, started: timedelta | None 
 
 
 class TestATick:
+    def test_waits_for_a_run_that_has_only_just_left_a_long_queue(self, messenger, tick, instance, job):
+        messenger.add(a_ringing_call(age="46s"))
+        run = a_run(instance, job, DagsterRunStatus.STARTING)
+        an_hour_ago = datetime.now(UTC) - timedelta(hours=1)
+        with instance.run_storage.connect() as connection:
+            created = RunsTable.update().where(RunsTable.c.run_id == run.run_id)
+            connection.execute(created.values(create_timestamp=an_hour_ago.replace(tzinfo=None)))
+        assert "is at work" in tick().skip_message
+
     def test_with_nothing_due_skips(self, messenger, tick):
         assert tick() == SkipReason("No call is active.")
         messenger.add(a_ringing_call(age="10s"))

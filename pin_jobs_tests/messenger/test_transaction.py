@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 
+import psycopg
 import pytest
 from sqlalchemy import create_engine, text
 
@@ -95,6 +96,18 @@ def when(condition, act):
 
 
 class TestTheBounds:
+    def test_hold_against_a_longer_one_of_the_role(self, messenger, new_transaction, monkeypatch):
+        # PostgreSQL does not set a timer anew that runs already.
+        if int(messenger.value("SHOW server_version_num")) < 170000:
+            pytest.skip("transaction_timeout came with PostgreSQL 17")
+        messenger.run(f"ALTER DATABASE {messenger.value('SELECT current_database()')} SET transaction_timeout = '1h'")
+        no_other_bound = "SELECT set_config('idle_in_transaction_session_timeout', '0', true)"
+        monkeypatch.setitem(QUERIES, "no_other_bound", text(no_other_bound))
+        transaction = new_transaction(max_run_duration=seconds(0.8), lock_ttl=seconds(1))
+        transaction.run("no_other_bound")
+        assert sessions(messenger)
+        wait_for(lambda: not sessions(messenger), timeout=5, what="the server to end the session at lock_ttl")
+
     def test_are_set_in_the_session(self, new_transaction, monkeypatch):
         monkeypatch.setitem(
             QUERIES,
@@ -382,6 +395,23 @@ class TestAnInterruption:
         batch.close()
         wait_for(lambda: not messenger.locks(), timeout=2, what="the locks to be free")
         wait_for(lambda: not sessions(messenger), timeout=2, what="the session to end")
+        assert messenger.statuses() == {"Ringing": 1}
+
+    def test_goes_on_when_the_server_does_not_take_the_cancelling(
+        self, messenger, new_batch, interrupt_worker, monkeypatch
+    ):
+        def refuse(_connection, *, timeout):
+            raise psycopg.errors.CancellationTimeout(f"not within {timeout} s")
+
+        monkeypatch.setattr(psycopg.Connection, "cancel_safe", refuse)
+        messenger.add(a_ringing_call(age="46s"))
+        batch = new_batch()
+        claim = batch.claim()
+        monkeypatch.setitem(QUERIES, "transition_calls", text("SELECT pg_sleep(20)"))
+        with when(lambda: is_asleep(messenger), interrupt_worker), pytest.raises(Interrupted):
+            batch.transition(claim)
+        batch.close()
+        wait_for(lambda: not messenger.locks(), timeout=2, what="the locks to be free")
         assert messenger.statuses() == {"Ringing": 1}
 
     def test_inside_a_commit_that_is_not_done_ends_it(self, messenger, new_batch, interrupt_worker, caplog):
