@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help setup dev test lint format lock clean
 
 help: ## what can be made
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile
+	@sed -n 's/^\([a-z]*\):.*## /  make \1   /p' Makefile
 
 setup: .venv/.installed ## set up .venv with the locked dependencies
 
@@ -30,14 +30,14 @@ setup: .venv/.installed ## set up .venv with the locked dependencies
 dev: setup ## run the jobs on embedded servers, with the web UI on localhost
 	@exec $(BIN)/pin-jobs dev
 
-test: setup ## run all tests (about five minutes)
+test: setup ## run all tests (seven to eight minutes on two cores)
 	@$(BIN)/python -m pytest
 
 lint: setup ## check format, style, types and import direction
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-logo
 
 format: setup ## format the code and apply the safe fixes
 	@$(BIN)/ruff format .

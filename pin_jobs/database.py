@@ -15,6 +15,8 @@ from sqlalchemy.exc import ArgumentError, DBAPIError
 
 from pin_jobs.errors import PinJobsError
 
+# 0x50494E4A, "PINJ": the first half of every advisory lock key of ours.
+LOCK_NAMESPACE: Final = 1_346_981_450
 CONNECT_TIMEOUT_SECONDS: Final = 3
 _POSTGRES_SCHEMES: Final = frozenset({"postgres", "postgresql", "postgresql+psycopg", "postgresql+psycopg2"})
 

@@ -10,7 +10,7 @@ from dagster import Definitions, EnvVar, JobDefinition, SensorDefinition
 from pin_jobs.messenger.jobs import build_call_timeout_reaper
 from pin_jobs.messenger.sensors import build_call_timeout_reaper_sensor
 from pin_jobs.resources.postgres import PostgresResource
-from pin_jobs.settings import MESSENGER_DATABASE_URL, Settings
+from pin_jobs.settings import CHATHOUSE_DATABASE_URL, MESSENGER_DATABASE_URL, Settings
 
 # Below Dagster's own logger, so that the code server prints it.
 _log = logging.getLogger("dagster.pin_jobs")
@@ -35,6 +35,8 @@ def build_definitions(environ: Mapping[str, str]) -> Definitions:
         sensors.append(build_call_timeout_reaper_sensor(reaper, options, running=settings.sensors_run))
     else:
         _log.warning("call_timeout_reaper is left out: %s is not set", MESSENGER_DATABASE_URL)
+    if settings.has_chathouse:
+        _log.warning("nothing is loaded for %s: post_chat_mail is to come", CHATHOUSE_DATABASE_URL)
     return Definitions(jobs=jobs, sensors=sensors, resources=resources)
 
 

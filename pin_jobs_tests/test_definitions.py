@@ -52,6 +52,7 @@ def test_without_it_the_reaper_is_left_out_with_a_word(build_definitions, caplog
     assert not repository.has_job("call_timeout_reaper")
     assert repository.sensor_defs == []
     assert "call_timeout_reaper is left out: MESSENGER_DATABASE_URL is not set" in caplog.text
+    assert "nothing is loaded for CHATHOUSE_DATABASE_URL" in caplog.text
 
 
 def test_sensors_may_start_stopped(build_definitions, environment):

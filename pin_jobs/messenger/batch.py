@@ -11,6 +11,7 @@ from uuid import UUID
 
 from sqlalchemy import Engine, RowMapping
 
+from pin_jobs.database import LOCK_NAMESPACE
 from pin_jobs.errors import PinJobsError
 from pin_jobs.messenger.calls import (
     Call,
@@ -25,8 +26,6 @@ from pin_jobs.messenger.calls import (
 from pin_jobs.messenger.options import CallTimeoutReaperOptions
 from pin_jobs.messenger.transaction import CycleTransaction
 
-# 0x50494E4A, "PINJ": the first half of every advisory lock key of ours.
-LOCK_NAMESPACE: Final = 1_346_981_450
 LIVE_CYCLE_LOCK: Final = 1
 
 

@@ -47,8 +47,9 @@ def reap_batch_resource(options: CallTimeoutReaperOptions) -> ResourceDefinition
         if run is None or context.log is None:
             raise RuntimeError("reap_batch works inside a run only")
         database = cast(PostgresResource, context.resources.messenger_database)
-        engine = database.engine(f"{run.job_name}/{run.run_id}")
-        batch = ReapBatch(engine, options, run_id=run.run_id, job_name=run.job_name, log=context.log)
+        batch = ReapBatch(
+            database.engine(run.job_name), options, run_id=run.run_id, job_name=run.job_name, log=context.log
+        )
         try:
             yield batch
         finally:

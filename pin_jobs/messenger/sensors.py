@@ -22,7 +22,6 @@ from sqlalchemy import Engine
 
 from pin_jobs.database import clear_errors
 from pin_jobs.messenger.batch import moment
-from pin_jobs.messenger.jobs import PRIORITY
 from pin_jobs.messenger.options import CallTimeoutReaperOptions
 from pin_jobs.messenger.transaction import DATABASE, QUERIES
 from pin_jobs.resources.postgres import PostgresResource
@@ -94,7 +93,7 @@ def decide(
         reason += (
             f"; not waiting for {', '.join(run.run_id for run in unfinished)}, unfinished for longer than lock_ttl"
         )
-    return RunRequest(tags={"dagster/priority": PRIORITY, DUE_TAG: reason})
+    return RunRequest(tags={DUE_TAG: reason})
 
 
 def build_call_timeout_reaper_sensor(

@@ -9,12 +9,11 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, text
 
-from pin_jobs.database import clear_errors, connect_to, parse_database_url
+from pin_jobs.database import LOCK_NAMESPACE, clear_errors, connect_to, parse_database_url
 from pin_jobs.errors import PinJobsError
 
 SCHEMA: Final = "pin_jobs"
-# Same space of keys as the run locks of the jobs; 0x50494E4A is "PINJ".
-_LOCK: Final = text("SELECT pg_advisory_xact_lock(1346981450, 1000)")
+_LOCK: Final = text(f"SELECT pg_advisory_xact_lock({LOCK_NAMESPACE}, 1000)")
 
 
 class UnknownRevision(PinJobsError):

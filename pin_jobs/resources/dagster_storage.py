@@ -15,7 +15,7 @@ from dagster._serdes import ConfigurableClassData
 from dagster_postgres import DagsterPostgresStorage
 from sqlalchemy import URL, NullPool, create_engine, text
 
-from pin_jobs.database import clear_errors, parse_database_url
+from pin_jobs.database import LOCK_NAMESPACE, clear_errors, parse_database_url
 from pin_jobs.errors import PinJobsError
 
 
@@ -73,5 +73,5 @@ def _one_at_a_time(url: URL) -> Iterator[None]:
         connection = create_engine(url, poolclass=NullPool).connect()
     with connection:
         connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = '30s'"))
-        connection.execute(text("SELECT pg_advisory_xact_lock(1346981450, 1001)"))
+        connection.execute(text(f"SELECT pg_advisory_xact_lock({LOCK_NAMESPACE}, 1001)"))
         yield

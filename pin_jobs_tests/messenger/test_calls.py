@@ -44,7 +44,7 @@ def a_call(status: CallStatus, **values: object) -> Call:
         "started_at": AS_OF - timedelta(days=1),
         "updated_at": AS_OF - timedelta(days=1),
     }
-    return Call(status=status, **{**defaults, **values})  # type: ignore[arg-type]
+    return Call(status=status, **{**defaults, **values})  # type: ignore[arg-type]  # tests give values by name
 
 
 def ringing(age: timedelta, **values: object) -> Call:

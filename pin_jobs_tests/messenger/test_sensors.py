@@ -67,7 +67,7 @@ class TestTheDecision:
     def test_with_something_due_is_to_run_ahead_of_others(self):
         decision = decide(DUE, [], LOCK_TTL, NOW)
         assert isinstance(decision, RunRequest)
-        assert decision.tags == {"dagster/priority": "10", DUE_TAG: "2 calls, 3.2 s late"}
+        assert decision.tags == {DUE_TAG: "2 calls, 3.2 s late"}
         # A run key would be blocked for ever by a run that failed.
         assert decision.run_key is None
 
@@ -324,7 +324,6 @@ class TestATick:
         messenger.add(a_ringing_call(age="46s"))
         request = tick()
         assert isinstance(request, RunRequest)
-        assert request.tags["dagster/priority"] == "10"
         assert request.tags[DUE_TAG].startswith("1 call, ")
 
     def test_asks_dagster_nothing_when_nothing_is_due(self, messenger, tick, instance, job):

@@ -49,7 +49,7 @@ class Blocked:
                     return BlockedSession(session["application_name"].removeprefix(f"{JOB}/"), session["pid"])
             return None
 
-        return wait_for(find, timeout, f"a run to hang in {self._statement!r}")  # type: ignore[return-value]
+        return wait_for(find, timeout, f"a run to hang in {self._statement!r}")  # type: ignore[return-value]  # wait_for never returns None
 
 
 @contextmanager

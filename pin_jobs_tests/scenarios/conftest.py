@@ -13,6 +13,6 @@ def measured(record_property: Callable[[str, object], None]) -> Callable[..., No
         for name, value in figures.items():
             record_property(name, value)
         line = ", ".join(f"{name} {value:.3g}" for name, value in figures.items())
-        print(f"\n{what}: {line}")  # noqa: T201 - figures are for people
+        print(f"\n{what}: {line}")  # noqa: T201  # figures are for people
 
     return note
