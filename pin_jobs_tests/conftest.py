@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine, make_url, text
+from sqlalchemy import Engine, make_url
 
 from pin_jobs.database import connect_to, parse_database_url
 from pin_jobs.messenger.batch import CycleResult, ReapBatch, RunLockBusy
@@ -21,6 +21,10 @@ from pin_jobs.sandbox.servers import EmbeddedPostgres
 from pin_jobs_tests.factories import Messenger
 
 TEMPLATE = "messenger_template"
+REPOSITORY_ROOT = Path(__file__).parent.parent
+# The least-privilege role that the jobs run as in all tests, made by the file that hosts are given.
+GRANTS = (REPOSITORY_ROOT / "deploy/sql/grants.sql").read_text()
+JOBS_ROLE = "pin_jobs_reaper"
 # Looked for in messages, where no password may ever appear.
 ROLE_PASSWORD = "s3cr3t-of-a-role"
 PREFIXES = (
@@ -46,10 +50,10 @@ class Server:
             url = url.set(username=role, password=ROLE_PASSWORD)
         return url.render_as_string(hide_password=False)
 
-    def run(self, sql: str) -> None:
-        engine = connect_to(parse_database_url(self.url("postgres"), variable="tests"), application_name="tests")
+    def run(self, sql: str, *, database: str = "postgres") -> None:
+        engine = connect_to(parse_database_url(self.url(database), variable="tests"), application_name="tests")
         with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-            connection.execute(text(sql))
+            connection.exec_driver_sql(sql)
 
     def create(self, template: str = "template1") -> str:
         name = f"test_{uuid.uuid4().hex[:12]}"
@@ -65,6 +69,15 @@ class Server:
         self.run(f"CREATE ROLE {name} LOGIN PASSWORD '{ROLE_PASSWORD}'")
         self._roles.append(name)
         return name
+
+    def grant(self, database: str) -> None:
+        """Make the jobs' role, if it is missing, and give it in this database what grants.sql does."""
+        self.run(GRANTS.replace("%", "%%"), database=database)
+        self.run(f"ALTER ROLE {JOBS_ROLE} PASSWORD '{ROLE_PASSWORD}'")
+
+    def messenger(self, database: str) -> Messenger:
+        """A database that `grant` was run in, or one copied from such a one."""
+        return Messenger(self.url(database), self.url(database, role=JOBS_ROLE))
 
     def drop_roles(self) -> None:
         for name in self._roles:
@@ -85,7 +98,9 @@ def server() -> Iterator[Server]:
     """The embedded server, or the one at PIN_JOBS_TEST_POSTGRES_URL (a superuser's), for other versions."""
     if url := os.environ.get("PIN_JOBS_TEST_POSTGRES_URL"):
         server = Server(url)
+        server.run(f"DROP ROLE IF EXISTS {JOBS_ROLE}")
         yield server
+        server.run(f"DROP ROLE IF EXISTS {JOBS_ROLE}")
         server.drop_roles()
         return
     with (
@@ -106,15 +121,16 @@ def messenger_template(server: Server) -> Iterator[str]:
     server.run(f"CREATE DATABASE {TEMPLATE}")
     create_messenger_tables(server.url(TEMPLATE))
     migrate_messenger(server.url(TEMPLATE))
+    server.grant(TEMPLATE)
     yield TEMPLATE
     server.drop(TEMPLATE)
 
 
 @pytest.fixture
 def messenger(server: Server, messenger_template: str) -> Iterator[Messenger]:
-    """A messenger database that follows the contract, migrated, empty."""
+    """A messenger database that follows the contract, migrated, empty; the jobs have their own role in it."""
     name = server.create(messenger_template)
-    yield Messenger(server.url(name))
+    yield server.messenger(name)
     server.drop(name)
 
 
@@ -133,7 +149,7 @@ def new_batch(messenger: Messenger) -> Iterator[Callable[..., ReapBatch]]:
 
     def make(*, engine: Engine | None = None, run_id: str | None = None, **options: object) -> ReapBatch:
         batch = ReapBatch(
-            engine or messenger.engine,
+            engine or messenger.jobs_engine,
             CallTimeoutReaperOptions(**options),  # type: ignore[arg-type]  # tests pass options by name
             run_id=run_id or str(uuid.uuid4()),
             job_name="call_timeout_reaper",
@@ -166,7 +182,7 @@ def pin_jobs_environment(messenger: Messenger, monkeypatch: pytest.MonkeyPatch) 
     """The environment of a host that has the messenger database and nothing else."""
     for name in [name for name in os.environ if name.startswith(PREFIXES)]:
         monkeypatch.delenv(name)
-    environment = {"MESSENGER_DATABASE_URL": messenger.url}
+    environment = {"MESSENGER_DATABASE_URL": messenger.jobs_url}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     return environment

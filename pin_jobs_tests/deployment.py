@@ -45,6 +45,7 @@ class Server(Protocol):
     """What a deployment needs of the fixture `server`."""
 
     def url(self, database: str) -> str: ...
+    def messenger(self, database: str) -> Messenger: ...
     def create(self, template: str = ...) -> str: ...
     def drop(self, name: str) -> None: ...
 
@@ -231,12 +232,12 @@ def deployment(
         dagster_database, messenger_database = server.create(), server.create(messenger_template)
         stack.callback(server.drop, dagster_database)
         stack.callback(server.drop, messenger_database)
-        messenger = Messenger(server.url(messenger_database))
+        messenger = server.messenger(messenger_database)
         environment = host_environment(
             DAGSTER_HOME=str(home),
             TMPDIR=str(home / "tmp"),
             DAGSTER_DATABASE_URL=server.url(dagster_database),
-            MESSENGER_DATABASE_URL=_with_password(messenger.url, password),
+            MESSENGER_DATABASE_URL=_with_password(messenger.jobs_url, password),
             **variables,
         )
         # Filled beforehand: of two processes that find the database empty at the same moment one may fail.
@@ -280,7 +281,7 @@ def _wait_until_ready(dagster: Dagster, processes: Mapping[str, subprocess.Popen
 
 
 def _with_password(url: str, password: str) -> str:
-    return make_url(url).set(password=password or None).render_as_string(hide_password=False)
+    return make_url(url).set(password=password).render_as_string(hide_password=False) if password else url
 
 
 def _free_port() -> int:

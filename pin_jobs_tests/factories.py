@@ -77,13 +77,22 @@ _INSERT = text(
 
 @dataclass(frozen=True)
 class Messenger:
-    """A messenger database of one test, seen from outside: nothing here is what is being tested."""
+    """A messenger database of one test, seen from outside: nothing here is what is being tested.
+
+    `url` is its owner's, who does what the host does; `jobs_url` that of the least-privilege role that the jobs run as.
+    """
 
     url: str
+    jobs_url: str = ""
 
     @property
     def engine(self) -> Engine:
         return connect_to(parse_database_url(self.url, variable="URL of the test"), application_name="test")
+
+    @property
+    def jobs_engine(self) -> Engine:
+        assert self.jobs_url, "this database has no role for the jobs"
+        return connect_to(parse_database_url(self.jobs_url, variable="URL of the test"), application_name="test")
 
     def add(self, *calls: StoredCall) -> Sequence[StoredCall]:
         with self.engine.begin() as connection:
@@ -129,9 +138,12 @@ class Messenger:
         self.rows(sql, **parameters)
 
     @contextmanager
-    def holding(self, sql: str, *, application_name: str = "rival", **parameters: Any) -> Iterator[Connection]:
+    def holding(
+        self, sql: str, *, application_name: str = "rival", by_our_role: bool = False, **parameters: Any
+    ) -> Iterator[Connection]:
         """Another session that has run `sql` and keeps its transaction, locks and all, open; rolled back at the end."""
-        engine = connect_to(parse_database_url(self.url, variable="URL of the test"), application_name=application_name)
+        url = self.jobs_url if by_our_role else self.url
+        engine = connect_to(parse_database_url(url, variable="URL of the test"), application_name=application_name)
         connection = engine.connect()
         try:
             connection.execute(text(sql), parameters)

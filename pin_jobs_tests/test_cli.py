@@ -43,9 +43,9 @@ def spawn(*arguments: str, **variables: str):
 class TestMigrate:
     def test_says_what_it_did(self, pin_jobs, empty_database):
         first = pin_jobs("migrate", MESSENGER_DATABASE_URL=empty_database)
-        assert (first.exit_code, first.output) == (0, "messenger: no schema -> 0001\n")
+        assert (first.exit_code, first.output) == (0, "messenger: no schema -> 0002\n")
         second = pin_jobs("migrate", MESSENGER_DATABASE_URL=empty_database)
-        assert (second.exit_code, second.output) == (0, "messenger: at 0001, nothing to do\n")
+        assert (second.exit_code, second.output) == (0, "messenger: at 0002, nothing to do\n")
 
     def test_with_one_database_for_both_contexts_works(self, pin_jobs, empty_database):
         variables = {"MESSENGER_DATABASE_URL": empty_database, "CHATHOUSE_DATABASE_URL": empty_database}
@@ -97,8 +97,8 @@ class TestTheProgram:
         outputs = [process.communicate(timeout=60) for process in processes]
         assert [process.returncode for process in processes] == [0] * 4, outputs
         assert sorted(out for out, _ in outputs) == [
-            *["messenger: at 0001, nothing to do\n"] * 3,
-            "messenger: no schema -> 0001\n",
+            *["messenger: at 0002, nothing to do\n"] * 3,
+            "messenger: no schema -> 0002\n",
         ]
         assert [err for _, err in outputs] == [""] * 4
 

@@ -10,7 +10,7 @@ from pin_jobs.migrations import migrate_messenger
 from pin_jobs_tests.conftest import ROLE_PASSWORD
 from pin_jobs_tests.factories import Messenger
 
-HEAD = "0001"
+HEAD = "0002"
 # Whatever lies outside the schemas of PostgreSQL itself.
 OBJECTS = """
     SELECT namespace.nspname || '.' || class.relname AS name
@@ -30,6 +30,8 @@ OURS = [
     "pin_jobs.alembic_version_messenger",
     "pin_jobs.alembic_version_messenger_pkc",
     "pin_jobs.ix_reaper_cycles_as_of",
+    "pin_jobs.quarantined_calls",
+    "pin_jobs.quarantined_calls_pkey",
     "pin_jobs.reaper_cycles",
     "pin_jobs.reaper_cycles_pkey",
 ]

@@ -125,22 +125,22 @@ def test_ticks_every_third_of_the_polling_interval_one_second_short_of_the_daemo
 class TestTheLook:
     def test_at_an_empty_table_finds_nothing(self, messenger):
         before = messenger.value("SELECT clock_timestamp()")
-        probe = look_at_calls(messenger.engine, OPTIONS)
+        probe = look_at_calls(messenger.jobs_engine, OPTIONS)
         assert (probe.due, probe.next_deadline) == (0, None)
         assert before <= probe.now <= messenger.value("SELECT clock_timestamp()")
 
     def test_ignores_calls_that_are_over(self, messenger):
         messenger.add(*[a_finished_call(status, age="9d") for status in ("Ended", "Declined", "Missed", "Failed")])
-        probe = look_at_calls(messenger.engine, OPTIONS)
+        probe = look_at_calls(messenger.jobs_engine, OPTIONS)
         assert (probe.due, probe.next_deadline) == (0, None)
 
     def test_finds_the_next_deadline_of_either_phase(self, messenger):
         ringing, answered = messenger.add(a_ringing_call(age="10s"), an_answered_call(age="5h"))
-        probe = look_at_calls(messenger.engine, OPTIONS)
+        probe = look_at_calls(messenger.jobs_engine, OPTIONS)
         assert probe.due == 0
         assert probe.next_deadline == messenger.call(ringing)["started_at"] + OPTIONS.ring_timeout
         messenger.run("DELETE FROM messenger.call_sessions WHERE id = :id", id=ringing.id)
-        probe = look_at_calls(messenger.engine, OPTIONS)
+        probe = look_at_calls(messenger.jobs_engine, OPTIONS)
         assert probe.next_deadline == messenger.call(answered)["updated_at"] + OPTIONS.stale_answered_timeout
 
     def test_counts_what_is_due_in_both_phases(self, messenger):
@@ -151,7 +151,7 @@ class TestTheLook:
             a_ringing_call(age="30s"),
             an_answered_call(age="9h", last_sign_of_life="1h"),
         )
-        probe = look_at_calls(messenger.engine, OPTIONS)
+        probe = look_at_calls(messenger.jobs_engine, OPTIONS)
         assert probe.due == 3
         assert probe.next_deadline == messenger.call(oldest)["updated_at"] + OPTIONS.stale_answered_timeout
 
@@ -159,7 +159,7 @@ class TestTheLook:
         messenger.run("ALTER TABLE messenger.call_sessions ALTER updated_at DROP NOT NULL")
         messenger.add(an_answered_call(age="121min"), an_answered_call(age="119min"))
         messenger.run("UPDATE messenger.call_sessions SET updated_at = NULL")
-        assert look_at_calls(messenger.engine, OPTIONS).due == 1
+        assert look_at_calls(messenger.jobs_engine, OPTIONS).due == 1
 
     def test_agrees_with_what_a_cycle_then_closes(self, messenger, reap):
         messenger.add(
@@ -168,23 +168,23 @@ class TestTheLook:
             an_answered_call(age="5h", last_sign_of_life="121min"),
             an_answered_call(age="5h", last_sign_of_life="119min"),
         )
-        probe = look_at_calls(messenger.engine, OPTIONS)
+        probe = look_at_calls(messenger.jobs_engine, OPTIONS)
         result = reap()
         assert probe.due == result.missed + result.failed == 2
-        assert look_at_calls(messenger.engine, OPTIONS).due == 0
+        assert look_at_calls(messenger.jobs_engine, OPTIONS).due == 0
 
     def test_waits_for_nobody(self, messenger):
         messenger.add(a_ringing_call(age="46s"))
         with messenger.holding("SELECT FROM messenger.call_sessions FOR UPDATE"):
             started = time.monotonic()
-            assert look_at_calls(messenger.engine, OPTIONS).due == 1
+            assert look_at_calls(messenger.jobs_engine, OPTIONS).due == 1
             assert time.monotonic() - started < 2
 
     @pytest.mark.parametrize(("started_at", "due"), [("-infinity", 1), ("0044-03-15 BC", 1), ("infinity", 0)])
     def test_survives_moments_that_python_cannot_tell(self, messenger, started_at, due):
         messenger.add(a_ringing_call(age="1s"))
         messenger.run("UPDATE messenger.call_sessions SET started_at = CAST(:t AS timestamptz)", t=started_at)
-        probe = look_at_calls(messenger.engine, OPTIONS)
+        probe = look_at_calls(messenger.jobs_engine, OPTIONS)
         assert probe.due == due
         assert decide(probe, [], LOCK_TTL, NOW)
 
@@ -193,7 +193,7 @@ class TestTheLook:
         with messenger.holding("LOCK TABLE messenger.call_sessions IN ACCESS EXCLUSIVE MODE"):
             started = time.monotonic()
             with pytest.raises(DatabaseRefused, match=r"\(57014\)"):
-                look_at_calls(messenger.engine, OPTIONS)
+                look_at_calls(messenger.jobs_engine, OPTIONS)
             assert time.monotonic() - started < 2
 
     def test_uses_the_partial_index(self, messenger):

@@ -33,7 +33,7 @@ def new_transaction(messenger):
 
     def make(engine=None, **options):
         transaction = CycleTransaction(
-            engine or messenger.engine,
+            engine or messenger.jobs_engine,
             CallTimeoutReaperOptions(**options),
             run_id="a-run",
             application_name="call_timeout_reaper/a-run",
@@ -149,7 +149,7 @@ class TestTheBounds:
         assert [row["application_name"] for row in sessions(messenger)] == ["call_timeout_reaper/a-run"]
 
     def test_end_with_the_transaction_for_a_pooler_hands_the_session_on(self, messenger, new_transaction):
-        url = parse_database_url(messenger.url, variable="URL of the test")
+        url = parse_database_url(messenger.jobs_url, variable="URL of the test")
         pooled = create_engine(url, pool_size=1, max_overflow=0, connect_args={"application_name": "pooled"})
         shown = text(
             "SELECT pg_backend_pid() AS pid, jsonb_object_agg(name, setting) AS settings FROM pg_settings "
@@ -268,7 +268,7 @@ class TestASessionThatIsLost:
 
     def test_by_a_network_that_goes_away_is_cleaned_up_by_the_server(self, messenger, new_batch):
         messenger.add(a_ringing_call(age="46s"))
-        with Proxy(messenger.url) as proxy:
+        with Proxy(messenger.jobs_url) as proxy:
             engine = connect_to(parse_database_url(proxy.url, variable="URL of the test"), application_name="test")
             batch = new_batch(engine=engine)
             claim = batch.claim()
@@ -281,7 +281,7 @@ class TestASessionThatIsLost:
         # The server notices a client that is gone although it is not reading from it.
         monkeypatch.setitem(QUERIES, "long", text("SELECT pg_sleep(20)"))
         failures = []
-        with Proxy(messenger.url) as proxy:
+        with Proxy(messenger.jobs_url) as proxy:
             engine = connect_to(parse_database_url(proxy.url, variable="URL of the test"), application_name="test")
             transaction = new_transaction(engine)
             transaction.value("try_run_lock", namespace=LOCK_NAMESPACE, job=LIVE_CYCLE_LOCK)
@@ -311,7 +311,7 @@ class TestAnAnswerToCommitThatIsLost:
     def test_is_found_out_when_it_was_committed(self, messenger, reap, behind_proxy, caplog, cut):
         messenger.add(a_ringing_call(age="46s"))
         caplog.set_level(logging.WARNING)
-        result = reap(engine=behind_proxy(messenger.url, cut=cut))
+        result = reap(engine=behind_proxy(messenger.jobs_url, cut=cut))
         assert result.missed == 1
         assert messenger.statuses() == {"Missed": 1}
         assert len(messenger.outbox()) == 1
@@ -320,7 +320,7 @@ class TestAnAnswerToCommitThatIsLost:
 
     def test_is_found_out_when_it_was_not(self, messenger, new_batch, behind_proxy):
         messenger.add(a_ringing_call(age="46s"))
-        batch = new_batch(engine=behind_proxy(messenger.url, cut=Cut.BEFORE_COMMIT))
+        batch = new_batch(engine=behind_proxy(messenger.jobs_url, cut=Cut.BEFORE_COMMIT))
         transitioned = batch.transition(batch.claim())
         with pytest.raises(DatabaseUnavailable) as error:
             batch.write_outbox(transitioned)
@@ -339,7 +339,7 @@ class TestAnOutcomeThatNobodyKnows:
         monkeypatch.setattr("pin_jobs.messenger.transaction._OUTCOME_PATIENCE", seconds(0.5))
         messenger.add(a_ringing_call(age="46s"))
         run_id = str(uuid.uuid4())
-        engine = behind_proxy(messenger.url, cut=cut, down_after_cut=True)
+        engine = behind_proxy(messenger.jobs_url, cut=cut, down_after_cut=True)
         batch = new_batch(engine=engine, run_id=run_id)
         transitioned = batch.transition(batch.claim())
         with pytest.raises(OutcomeUnknown) as error:
@@ -356,7 +356,7 @@ class TestAnOutcomeThatNobodyKnows:
     ):
         monkeypatch.setattr("pin_jobs.messenger.transaction._OUTCOME_PATIENCE", seconds(0.3))
         messenger.add(a_ringing_call(age="46s"))
-        batch = new_batch(engine=behind_proxy(messenger.url, cut=Cut.AFTER_COMMIT, down_after_cut=True))
+        batch = new_batch(engine=behind_proxy(messenger.jobs_url, cut=Cut.AFTER_COMMIT, down_after_cut=True))
         transitioned = batch.transition(batch.claim())
         with pytest.raises(OutcomeUnknown):
             batch.write_outbox(transitioned)
@@ -440,7 +440,7 @@ class TestAnInterruption:
         self, messenger, new_batch, interrupt_worker, caplog
     ):
         messenger.add(a_ringing_call(age="46s"))
-        with Proxy(messenger.url, cut=Cut.ANSWER_TO_COMMIT, when_cut=interrupt_worker) as proxy:
+        with Proxy(messenger.jobs_url, cut=Cut.ANSWER_TO_COMMIT, when_cut=interrupt_worker) as proxy:
             engine = connect_to(parse_database_url(proxy.url, variable="URL of the test"), application_name="test")
             batch = new_batch(engine=engine)
             transitioned = batch.transition(batch.claim())

@@ -220,7 +220,7 @@ def test_of_parallel_instances_one_runs_and_the_backlog_is_closed_once(messenger
     spawn = multiprocessing.get_context("spawn")
     barrier, reports = spawn.Barrier(instances), spawn.Queue()
     processes = [
-        spawn.Process(target=_reap_in_a_process, args=(messenger.url, barrier, reports), daemon=True)
+        spawn.Process(target=_reap_in_a_process, args=(messenger, barrier, reports), daemon=True)
         for _ in range(instances)
     ]
     try:
@@ -299,15 +299,16 @@ def _wait_until_somebody_waits(messenger: Messenger) -> None:
     wait_for(lambda: messenger.value(blocked), 10, "answer-call to wait for the row")
 
 
-def _reap_in_a_process(url: str, barrier: Barrier, reports: "Queue[Any]") -> None:
+def _reap_in_a_process(messenger: Messenger, barrier: Barrier, reports: "Queue[Any]") -> None:
     """One instance: all claim at once, and whoever has the lock works only when all others were turned away."""
     name = multiprocessing.current_process().name
-    messenger = Messenger(url)
 
     def new_batch(cycle: int) -> ReapBatch:
         options = CallTimeoutReaperOptions(batch_size=20)
         log = logging.getLogger("pin_jobs_tests")
-        return ReapBatch(messenger.engine, options, run_id=f"{name}/{cycle}", job_name="call_timeout_reaper", log=log)
+        return ReapBatch(
+            messenger.jobs_engine, options, run_id=f"{name}/{cycle}", job_name="call_timeout_reaper", log=log
+        )
 
     barrier.wait(60)
     batch = new_batch(0)
