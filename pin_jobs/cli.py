@@ -1,11 +1,17 @@
-"""The command line: `pin-jobs dev` and `pin-jobs migrate`."""
+"""The command line: `pin-jobs dev`, `pin-jobs migrate` and `pin-jobs quarantine`."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from uuid import UUID
 
 import click
+from sqlalchemy import Engine
 
+from pin_jobs.database import connect_to, parse_database_url
 from pin_jobs.errors import PinJobsError
+from pin_jobs.messenger.batch import moment
+from pin_jobs.messenger.quarantine import list_quarantine, release_from_quarantine
 from pin_jobs.migrations import migrate_messenger
 from pin_jobs.settings import CHATHOUSE_DATABASE_URL, MESSENGER_DATABASE_URL, NothingConfigured
 
@@ -63,3 +69,57 @@ def migrate() -> None:
         click.echo(f"messenger: left out, {MESSENGER_DATABASE_URL} is not set")
     if urls[CHATHOUSE_DATABASE_URL]:
         click.echo("chathouse: nothing to do, pin_jobs keeps nothing there yet")
+
+
+@main.group()
+def quarantine() -> None:
+    """Calls that could not be closed: what is wrong with them, and another try."""
+
+
+@quarantine.command("list")
+def show_quarantine() -> None:
+    """Show the calls in quarantine, those that are there longest first; moments are UTC."""
+    calls = list_quarantine(_messenger_database())
+    if not calls:
+        click.echo("No call is in quarantine.")
+        return
+    heading = ("call", "phase", "attempts", "first seen", "next attempt", "last error")
+    rows = [
+        (
+            str(call.call_id),
+            str(call.phase),
+            str(call.attempts),
+            moment(call.first_seen),
+            moment(call.next_attempt),
+            " ".join(call.last_error.split()),
+        )
+        for call in calls
+    ]
+    click.echo("\n".join(_aligned([heading, *rows])))
+
+
+@quarantine.command("release")
+@click.argument("call_ids", metavar="CALL_ID...", nargs=-1, type=click.UUID)
+@click.option("--all", "everything", is_flag=True, help="Release every call in quarantine.")
+def release(call_ids: tuple[UUID, ...], everything: bool) -> None:
+    """Let the next cycle take these calls like any other: once what ailed them is mended."""
+    if everything == bool(call_ids):
+        raise click.UsageError("name the calls to release, or say --all")
+    released = set(release_from_quarantine(_messenger_database(), None if everything else call_ids))
+    click.echo(
+        f"{len(released)} released; the next cycle takes {'it' if len(released) == 1 else 'them'} like any other."
+    )
+    if unknown := [str(call_id) for call_id in call_ids if call_id not in released]:
+        raise click.ClickException(f"not in quarantine: {', '.join(unknown)}")
+
+
+def _messenger_database() -> Engine:
+    url = os.environ.get(MESSENGER_DATABASE_URL, "").strip()
+    if not url:
+        raise click.ClickException(f"{MESSENGER_DATABASE_URL} is not set")
+    return connect_to(parse_database_url(url, variable=MESSENGER_DATABASE_URL), application_name="pin-jobs quarantine")
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

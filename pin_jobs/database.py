@@ -30,7 +30,15 @@ class DatabaseUnavailable(PinJobsError):
 
 
 class DatabaseRefused(PinJobsError):
-    """The database answered with an error: a missing table or grant, a time limit, a constraint."""
+    """The database answered with an error: a missing table or grant, a time limit, a constraint.
+
+    `sqlstate` is its five-character code, `reason` its message without the name of the database.
+    """
+
+    def __init__(self, name: str, sqlstate: str, reason: str | None) -> None:
+        super().__init__(f"the {name} database refused ({sqlstate}): {reason}")
+        self.sqlstate = sqlstate
+        self.reason = reason or "no reason given"
 
 
 def parse_database_url(url: str, *, variable: str, driver: str = "postgresql+psycopg") -> URL:
@@ -138,4 +146,4 @@ def _translated(error: DBAPIError, name: str) -> PinJobsError:
         return DatabaseUnavailable(f"the {name} database cannot be reached: {text}")
     if error.connection_invalidated:
         return DatabaseUnavailable(f"the {name} database hung up ({sqlstate}): {cause.diag.message_primary}")
-    return DatabaseRefused(f"the {name} database refused ({sqlstate}): {cause.diag.message_primary}")
+    return DatabaseRefused(name, sqlstate, cause.diag.message_primary)

@@ -7,7 +7,7 @@ from typing import Any
 
 from dagster import Definitions, EnvVar, JobDefinition, SensorDefinition
 
-from pin_jobs.messenger.jobs import build_call_timeout_reaper
+from pin_jobs.messenger.jobs import build_call_timeout_reaper, build_call_timeout_reaper_backfill
 from pin_jobs.messenger.sensors import build_call_timeout_reaper_sensor
 from pin_jobs.resources.postgres import PostgresResource
 from pin_jobs.settings import CHATHOUSE_DATABASE_URL, MESSENGER_DATABASE_URL, Settings
@@ -31,7 +31,7 @@ def build_definitions(environ: Mapping[str, str]) -> Definitions:
         database = PostgresResource(url=EnvVar(MESSENGER_DATABASE_URL))
         resources["messenger_database"] = database
         reaper = build_call_timeout_reaper(options, database)
-        jobs.append(reaper)
+        jobs += [reaper, build_call_timeout_reaper_backfill(options, database)]
         sensors.append(build_call_timeout_reaper_sensor(reaper, options, running=settings.sensors_run))
     else:
         _log.warning("call_timeout_reaper is left out: %s is not set", MESSENGER_DATABASE_URL)

@@ -62,6 +62,25 @@ def a_finished_call(status: str = "Ended", age: str = "3h", **values: Any) -> St
     return StoredCall(status=status, started_age=started, updated_age=started, **values)
 
 
+def note_transactions(messenger: "Messenger", *tables: str) -> None:
+    """The host keeps in `public.writes` which transaction changed or inserted which row of these tables.
+
+    A row's xmin would not tell: it is that of the subtransaction.
+    """
+    messenger.run(
+        """
+        CREATE TABLE public.writes (name text, transaction text);
+        CREATE FUNCTION public.note() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $$
+        BEGIN INSERT INTO public.writes VALUES (TG_TABLE_NAME, pg_current_xact_id()::text); RETURN NULL; END $$
+        """
+    )
+    for table in tables:
+        messenger.run(
+            f"CREATE TRIGGER note AFTER INSERT OR UPDATE ON {table} FOR EACH ROW EXECUTE FUNCTION public.note()"
+        )
+    messenger.run("TRUNCATE public.writes")
+
+
 _INSERT = text(
     """
     INSERT INTO messenger.call_sessions

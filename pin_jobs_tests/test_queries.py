@@ -70,8 +70,10 @@ class TestTheParser:
 class TestTheStatementsOfTheMessenger:
     def test_are_all_used_and_all_there(self):
         code = "\n".join(path.read_text(encoding="utf-8") for path in MESSENGER.glob("*.py"))
-        used = set(re.findall(r'(?:QUERIES\[|\.rows\(|\.value\(|\.run\()\s*"(\w+)"', code))
-        used |= {f"claim_{phase}" for phase in Phase}
+        used = set(
+            re.findall(r'(?:QUERIES(?:_WITHOUT_SCHEMA\))?\[|\.rows\(|\.value\(|\.run\(|\._undo\()\s*"(\w+)"', code)
+        )
+        used |= {f"claim_{phase}{kind}" for phase in Phase for kind in ("", "_retries")}
         assert used == set(QUERIES)
 
     @pytest.mark.parametrize("name", QUERIES)
@@ -85,6 +87,14 @@ class TestTheStatementsOfTheMessenger:
 
     @pytest.mark.parametrize("name", QUERIES)
     def test_name_every_table_with_its_schema(self, name):
-        tables = re.findall(r"\b(?:FROM|JOIN|UPDATE|INTO)\s+(?!unnest|\()([\w.]+)", QUERIES[name].text)
+        tables = re.findall(r"\b(?:FROM|JOIN|(?<!DO )UPDATE|INTO)\s+(?!unnest|LATERAL|\()([\w.]+)", QUERIES[name].text)
         unqualified = {table for table in tables if "." not in table}
-        assert unqualified <= {"pg_locks", "pg_stat_activity", "pg_database", "pg_roles", "SKIP", "clock_timestamp"}
+        assert unqualified <= {
+            "pg_locks",
+            "pg_stat_activity",
+            "pg_database",
+            "pg_roles",
+            "SKIP",
+            "OF",
+            "clock_timestamp",
+        }

@@ -3,34 +3,50 @@
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, date, datetime, timedelta
 from typing import Any, Final
 from uuid import UUID
 
 from sqlalchemy import Engine, RowMapping
 
 from pin_jobs.database import LOCK_NAMESPACE
-from pin_jobs.errors import PinJobsError
 from pin_jobs.messenger.calls import (
+    RETRY_DELAYS,
     Call,
     CallStatus,
     CallWindows,
     InconsistentCall,
     Phase,
     Transition,
+    next_attempt,
     outbox_row,
     reap,
 )
+from pin_jobs.messenger.isolation import (
+    KEPT_BY_THE_DATABASE,
+    SWALLOWED_BY_THE_OUTBOX,
+    Poison,
+    Swallowed,
+    attempt,
+    write_isolated,
+)
 from pin_jobs.messenger.options import CallTimeoutReaperOptions
+from pin_jobs.messenger.quarantine import QuarantinedCall, quarantined_call
 from pin_jobs.messenger.transaction import CycleTransaction
 
 LIVE_CYCLE_LOCK: Final = 1
-
-
-class OutboxRowLost(PinJobsError):
-    """A trigger of the host swallowed an outbox row; without it the transition must not commit."""
+# Plus the ordinal of the day: a backfill has a lock of its own, or it would take turns with the live cycle.
+BACKFILL_LOCKS: Final = 1_000_000
+# A backfill's batch is five hundred times an ordinary one, and nobody waits for it by the second.
+BACKFILL_PATIENCE: Final = 4
+# Each line is a row of Dagster's event log, written while the batch holds its locks. The table in the UI has them all.
+_MOST_LOG_LINES: Final = 20
+_LONGEST_ERROR: Final = 500
+# Of the quarantine, in the UI; the command line shows all of it.
+LONGEST_LIST: Final = 500
+_CALL_COLUMNS: Final = tuple(field.name for field in fields(Call))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +66,20 @@ class RunLockBusy:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The calls that this cycle holds, locked until its end, at the cycle's one moment `as_of`."""
+    """The calls that this cycle holds, locked until its end, at the cycle's one moment `as_of`.
+
+    Per phase: `skipped_locked`, due healthy calls that others hold; `remaining`, due healthy calls for which the batch
+    had no room; `in_quarantine`, due calls whose next attempt has not come. `attempts`: of the claimed calls that are
+    retries, how often each was tried before.
+    """
 
     as_of: datetime
     windows: CallWindows
     calls: tuple[Call, ...]
+    attempts: Mapping[UUID, int]
     skipped_locked: Mapping[Phase, int]
+    remaining: Mapping[Phase, int]
+    in_quarantine: Mapping[Phase, int]
 
     def overdue(self, call: Call) -> timedelta:
         """How long ago the window of this call ended."""
@@ -63,32 +87,50 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Poison:
-    """A call that stays as it is because of a fault of its own."""
-
-    call: Call
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class TransitionedBatch:
-    """What was decided and written to the calls; `poisoned` calls are out of the batch, event and all."""
+    """What was decided and written to the calls.
+
+    `poisoned` calls are out of the batch, event and all; `postponed` ones are healthy as far as anybody knows: there
+    was no time to find out.
+    """
 
     claim: Claim
     transitions: tuple[Transition, ...]
     poisoned: tuple[Poison, ...]
+    postponed: tuple[Transition, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class CycleResult:
-    """What one cycle committed (seed: "Алгоритм", step 8). Counts are calls."""
+    """What one cycle committed, or in a dry run would have (seed: "Алгоритм", step 8).
+
+    `quarantine`: the first calls of the whole quarantine, where this cycle added to it. `remaining`: due healthy calls
+    that are left to the next cycle.
+    """
 
     as_of: datetime
-    missed: int
-    failed: int
-    poisoned: int
+    closed: tuple[Transition, ...]
+    poison: tuple[Poison, ...]
+    quarantine: Sequence[QuarantinedCall]
     skipped_locked: Mapping[Phase, int]
+    remaining: int
     duration: timedelta
+    is_committed: bool
+
+    @property
+    def missed(self) -> int:
+        """Calls closed in the phase `ring_timeout`."""
+        return sum(transition.phase is Phase.RING_TIMEOUT for transition in self.closed)
+
+    @property
+    def failed(self) -> int:
+        """Calls closed in the phase `stale_answered`."""
+        return len(self.closed) - self.missed
+
+    @property
+    def poisoned(self) -> int:
+        """Calls left as they are because of a fault of their own."""
+        return len(self.poison)
 
 
 class ReapBatch:
@@ -97,17 +139,30 @@ class ReapBatch:
     Nothing else ever commits: `close` rolls back what is open, so an error, Terminate or the death of the process
     between any two statements leaves nothing half-done. The cycle's time is bounded on the worker's clock
     (`max_run_duration`) and on the server (`lock_ttl`).
+
+    With a `day`, it is a backfill: it closes calls that started on that day (UTC), under the day's own run lock, as
+    many as `backfill_batch_size`, and may take four times as long. A dry run does all the same and rolls back.
     """
 
-    def __init__(
-        self, engine: Engine, options: CallTimeoutReaperOptions, *, run_id: str, job_name: str, log: logging.Logger
+    def __init__(  # noqa: PLR0913  # all but two by name
+        self,
+        engine: Engine,
+        options: CallTimeoutReaperOptions,
+        *,
+        run_id: str,
+        job_name: str,
+        log: logging.Logger,
+        day: date | None = None,
+        is_dry_run: bool = False,
     ) -> None:
         self._engine = engine
-        self._options = options
+        self._options = _patient(options) if day else options
         self._run_id = run_id
         # Seen in pg_stat_activity, and so in "who holds the lock"; the server keeps 63 bytes.
         self._application_name = f"{job_name}/{run_id}"[:63]
         self._log = log
+        self._day = day
+        self._is_dry_run = is_dry_run
         self._transaction: CycleTransaction | None = None
 
     def claim(self) -> Claim | RunLockBusy:
@@ -126,65 +181,63 @@ class ReapBatch:
         if busy := self._take_run_lock():
             self._end_transaction()
             return busy
-        as_of = self._open_transaction.value("read_clock").astimezone(UTC)
+        if not self._transaction.has_schema:
+            self._log.warning(
+                "the schema pin_jobs is missing or behind, so this cycle leaves no record and poison calls are tried "
+                "again and again: run `pin-jobs migrate`"
+            )
+        as_of = self._transaction.value("read_clock").astimezone(UTC)
         self._log.info("cycle started (run %s, as of %s)", self._run_id, moment(as_of))
-        due = {
-            "as_of": as_of,
-            "ring_timeout": self._options.ring_timeout,
-            "stale_answered_timeout": self._options.stale_answered_timeout,
-        }
-        calls: list[Call] = []
-        for phase in Phase:
-            found = self._open_transaction.rows(f"claim_{phase}", batch_size=self._options.batch_size, **due)
-            self._log.info("batch selected (phase %s, count %d)", phase, len(found))
-            calls.extend(_call(row) for row in found)
-        return Claim(as_of, self._options.windows, tuple(calls), self._count_skipped(calls, due))
+        return self._claim_due(as_of)
 
     def transition(self, claim: Claim) -> TransitionedBatch:
         """Decide on every claimed call and write the new states.
 
-        A call that the guard rejects, or that a trigger of the host keeps as it is, leaves the batch and is logged.
+        A call that the guard or the database rejects leaves the batch.
 
         Raises:
             DatabaseUnavailable, DatabaseRefused, CycleTooLong: the batch is lost; `close` rolls it back.
         """
         decided, poisoned = self._decide(claim)
-        written = self._write_transitions(decided)
-        poisoned.extend(
-            Poison(transition.before, "the database kept the row as it was; a trigger, perhaps")
-            for transition in decided
-            if transition.before.id not in written
+        self._open_transaction.run("savepoint_batch")
+        settled = write_isolated(self._open_transaction, _parts(decided, claim), self._write_calls)
+        return TransitionedBatch(
+            claim, tuple(settled.written), (*poisoned, *settled.poisoned), tuple(settled.postponed)
         )
-        for poison in poisoned:
-            self._log.error("item failed (call %s): %s; it stays for the next cycle", poison.call.id, poison.reason)
-        return TransitionedBatch(claim, tuple(t for t in decided if t.before.id in written), tuple(poisoned))
 
     def write_outbox(self, batch: TransitionedBatch) -> CycleResult:
-        """Write one push intent per closed call and the record of the cycle, then commit.
+        """Write one push intent per closed call, the quarantine and the record of the cycle, then commit.
+
+        A call whose push intent the database rejects leaves the batch, transition and all.
 
         Raises:
-            OutboxRowLost: a trigger swallowed a row; nothing is committed.
             OutcomeUnknown: the connection broke in COMMIT and the database does not tell.
             DatabaseUnavailable, DatabaseRefused, CycleTooLong: nothing is committed.
         """
-        self._write_outbox_rows(batch.transitions)
-        closed = Counter(transition.phase for transition in batch.transitions)
+        batch = self._with_outbox_rows(batch)
         result = CycleResult(
             as_of=batch.claim.as_of,
-            missed=closed[Phase.RING_TIMEOUT],
-            failed=closed[Phase.STALE_ANSWERED],
-            poisoned=len(batch.poisoned),
+            closed=batch.transitions,
+            poison=batch.poisoned,
+            quarantine=self._quarantine(batch),
             skipped_locked=batch.claim.skipped_locked,
+            remaining=sum(batch.claim.remaining.values()) + len(batch.postponed),
             duration=self._open_transaction.elapsed,
+            is_committed=not self._is_dry_run,
         )
-        has_record = self._record(result)
-        self._open_transaction.commit(has_record=has_record)
+        self._record(result)
+        if self._is_dry_run:
+            self._end_transaction()
+        else:
+            self._open_transaction.commit()
         self._log.info(
-            "cycle completed (committed): %d missed, %d failed, %d poisoned, %d skipped locked, %d ms",
+            "cycle completed (%s): %d missed, %d failed, %d poisoned, %d skipped locked, %d remaining, %d ms",
+            "committed" if result.is_committed else "dry run, rolled back",
             result.missed,
             result.failed,
             result.poisoned,
             sum(result.skipped_locked.values()),
+            result.remaining,
             result.duration / timedelta(milliseconds=1),
         )
         return result
@@ -207,7 +260,8 @@ class ReapBatch:
             transaction.close()
 
     def _take_run_lock(self) -> RunLockBusy | None:
-        key = {"namespace": LOCK_NAMESPACE, "job": LIVE_CYCLE_LOCK}
+        job = BACKFILL_LOCKS + self._day.toordinal() if self._day else LIVE_CYCLE_LOCK
+        key = {"namespace": LOCK_NAMESPACE, "job": job}
         ttl = {"lock_ttl": self._options.lock_ttl}
         transaction = self._open_transaction
         if transaction.value("try_run_lock", **key):
@@ -223,13 +277,61 @@ class ReapBatch:
                 return None
         return busy
 
-    def _count_skipped(self, calls: Sequence[Call], due: Mapping[str, Any]) -> Mapping[Phase, int]:
-        claimed = {phase: [call.id for call in calls if call.phase is phase] for phase in Phase}
-        last = {
-            f"last_{phase}": ids[-1] if len(ids) == self._options.batch_size else None for phase, ids in claimed.items()
+    def _claim_due(self, as_of: datetime) -> Claim:
+        transaction = self._open_transaction
+        due = {
+            "as_of": as_of,
+            "ring_timeout": self._options.ring_timeout,
+            "stale_answered_timeout": self._options.stale_answered_timeout,
+            **_started_within(self._day),
         }
-        (counts,) = self._open_transaction.rows("count_due_up_to_last_claimed", **due, **last)
-        return {phase: max(0, counts[phase] - len(claimed[phase])) for phase in Phase}
+        limits = self._limits(due)
+        quarantine = self._count_quarantine(due)
+        calls: list[Call] = []
+        attempts: dict[UUID, int] = {}
+        last: dict[str, UUID | None] = {}
+        healthy: Counter[Phase] = Counter()
+        for phase in Phase:
+            found = [_call(row) for row in transaction.rows(f"claim_{phase}", batch_size=limits[phase], **due)]
+            last[f"last_{phase}"] = found[-1].id if len(found) == limits[phase] else None
+            healthy[phase] = len(found)
+            # Healthy calls first, and retries at most a tenth: poison never holds up anything but itself.
+            room = min(limits[phase] - len(found), max(1, limits[phase] // 10), quarantine[phase]["retries"])
+            if room:
+                for row in transaction.rows(
+                    f"claim_{phase}_retries", batch_size=room, longest_delay=RETRY_DELAYS[-1], **due
+                ):
+                    found.append(_call(row))
+                    attempts[row["id"]] = row["attempts"]
+            self._log.info("batch selected (phase %s, count %d)", phase, len(found))
+            calls.extend(found)
+        (counts,) = transaction.rows("count_due", **due, **last)
+        return Claim(
+            as_of=as_of,
+            windows=self._options.windows,
+            calls=tuple(calls),
+            attempts=attempts,
+            skipped_locked={p: max(0, counts[f"{p}_up_to_last"] - healthy[p]) for p in Phase},
+            remaining={p: counts[p] - counts[f"{p}_up_to_last"] for p in Phase},
+            in_quarantine={p: quarantine[p]["waiting"] for p in Phase},
+        )
+
+    def _limits(self, due: Mapping[str, Any]) -> Mapping[Phase, int]:
+        """How many calls a phase takes: more than usual where more are due than usual."""
+        options = self._options
+        if self._day:
+            return dict.fromkeys(Phase, options.backfill_batch_size)
+        if options.catch_up_batch_size == options.batch_size:
+            return dict.fromkeys(Phase, options.batch_size)
+        (is_backlog,) = self._open_transaction.rows("find_backlog", batch_size=options.batch_size, **due)
+        return {p: options.catch_up_batch_size if is_backlog[p] else options.batch_size for p in Phase}
+
+    def _count_quarantine(self, due: Mapping[str, Any]) -> Mapping[Phase, Mapping[str, int]]:
+        counts: dict[Phase, Mapping[str, int]] = {phase: {"retries": 0, "waiting": 0} for phase in Phase}
+        if self._open_transaction.has_schema:
+            rows = self._open_transaction.rows("count_quarantine", longest_delay=RETRY_DELAYS[-1], **due)
+            counts.update({Phase(row["phase"]): dict(row) for row in rows})
+        return counts
 
     @staticmethod
     def _decide(claim: Claim) -> tuple[list[Transition], list[Poison]]:
@@ -243,26 +345,41 @@ class ReapBatch:
                 poisoned.append(Poison(call, str(error)))
         return decided, poisoned
 
-    def _write_transitions(self, decided: Sequence[Transition]) -> set[UUID]:
-        if not decided:
-            return set()
-        after = [transition.after for transition in decided]
+    def _write_calls(self, part: Sequence[Transition]) -> Swallowed:
+        after = [transition.after for transition in part]
         rows = self._open_transaction.rows(
             "transition_calls",
             ids=[call.id for call in after],
-            statuses_before=[str(transition.before.status) for transition in decided],
+            statuses_before=[str(transition.before.status) for transition in part],
             statuses=[str(call.status) for call in after],
             end_reasons=[str(call.end_reason) for call in after],
             ended_at=[call.ended_at for call in after],
             updated_at=[call.updated_at for call in after],
             durations=[call.duration_seconds for call in after],
         )
-        return {row["id"] for row in rows}
+        written = {row["id"] for row in rows}
+        return {call.id: KEPT_BY_THE_DATABASE for call in after if call.id not in written}
 
-    def _write_outbox_rows(self, transitions: Iterable[Transition]) -> None:
-        intents = [outbox_row(transition.event) for transition in transitions]
-        if not intents:
-            return
+    def _with_outbox_rows(self, batch: TransitionedBatch) -> TransitionedBatch:
+        """Write the outbox rows; calls whose row is rejected are taken out, transition and all."""
+        transaction, transitions = self._open_transaction, batch.transitions
+        if not transitions or attempt(transaction, transitions, self._write_events) is None:
+            return batch
+        transaction.undo_batch()
+        settled = write_isolated(transaction, _parts(transitions, batch.claim), self._write_calls_and_events)
+        return replace(
+            batch,
+            transitions=tuple(settled.written),
+            poisoned=(*batch.poisoned, *settled.poisoned),
+            postponed=(*batch.postponed, *settled.postponed),
+        )
+
+    def _write_calls_and_events(self, part: Sequence[Transition]) -> Swallowed:
+        self._open_transaction.run("defer_constraints")
+        return self._write_calls(part) or self._write_events(part)
+
+    def _write_events(self, part: Sequence[Transition]) -> Swallowed:
+        intents = [outbox_row(transition.event) for transition in part]
         inserted = self._open_transaction.rows(
             "insert_outbox_rows",
             ids=[intent.id for intent in intents],
@@ -271,35 +388,70 @@ class ReapBatch:
             targets=[json.dumps(intent.targets) for intent in intents],
             payloads=[json.dumps(dict(intent.payload)) for intent in intents],
         )
-        missing = {intent.id: intent.payload["callId"] for intent in intents}
+        self._open_transaction.run("check_constraints")
+        missing = {intent.id: t.before.id for intent, t in zip(intents, part, strict=True)}
         for row in inserted:
             del missing[row["id"]]
-        if not missing:
-            return
-        for row in self._open_transaction.rows("find_outbox_rows", ids=list(missing)):
-            call_id = missing.pop(row["id"])
-            self._log.warning("outbox row %s of call %s is there already and stays as it is", row["id"], call_id)
         if missing:
-            raise OutboxRowLost(
-                "messenger.realtime_outbox swallowed the rows of these calls (a trigger, perhaps), so nothing is "
-                f"committed: {', '.join(missing.values())}"
-            )
+            for row in self._open_transaction.rows("find_outbox_rows", ids=list(missing)):
+                call_id = missing.pop(row["id"])
+                self._log.warning("outbox row %s of call %s is there already and stays as it is", row["id"], call_id)
+        return dict.fromkeys(missing.values(), SWALLOWED_BY_THE_OUTBOX)
 
-    def _record(self, result: CycleResult) -> bool:
-        if not self._open_transaction.value("has_cycle_table"):
-            self._log.warning("the schema pin_jobs is missing, so this cycle leaves no record: run `pin-jobs migrate`")
-            return False
-        self._open_transaction.run(
-            "insert_cycle",
-            run_id=self._run_id,
-            as_of=result.as_of,
-            missed=result.missed,
-            failed=result.failed,
-            skipped_locked_ring_timeout=result.skipped_locked[Phase.RING_TIMEOUT],
-            skipped_locked_stale_answered=result.skipped_locked[Phase.STALE_ANSWERED],
-            poisoned=result.poisoned,
-        )
-        return True
+    def _quarantine(self, batch: TransitionedBatch) -> Sequence[QuarantinedCall]:
+        """Keep the poison in quarantine, remove what left its phase; the quarantine, if this cycle added to it."""
+        transaction, as_of = self._open_transaction, batch.claim.as_of
+        attempts = {poison.call.id: batch.claim.attempts.get(poison.call.id, 0) + 1 for poison in batch.poisoned}
+        self._log_poison(batch, attempts)
+        if batch.postponed:
+            self._log.warning(
+                "%d calls are left to the next cycle: telling poison from healthy calls took half of this one's time",
+                len(batch.postponed),
+            )
+        if not transaction.has_schema:
+            return ()
+        if batch.poisoned:
+            transaction.run(
+                "quarantine_calls",
+                as_of=as_of,
+                run_id=self._run_id,
+                ids=list(attempts),
+                phases=[str(poison.call.phase) for poison in batch.poisoned],
+                attempts=list(attempts.values()),
+                errors=[poison.reason[:_LONGEST_ERROR] for poison in batch.poisoned],
+                next_attempts=[next_attempt(count, as_of) for count in attempts.values()],
+            )
+        transaction.run("clear_quarantine")
+        if not batch.poisoned:
+            return ()
+        return [quarantined_call(row) for row in transaction.rows("list_quarantine", at_most=LONGEST_LIST)]
+
+    def _log_poison(self, batch: TransitionedBatch, attempts: Mapping[UUID, int]) -> None:
+        for poison in batch.poisoned[:_MOST_LOG_LINES]:
+            count = attempts[poison.call.id]
+            self._log.error(
+                "item failed (call %s): %s; attempt %d, the next one at %s",
+                poison.call.id,
+                poison.reason[:_LONGEST_ERROR],
+                count,
+                moment(next_attempt(count, batch.claim.as_of)),
+            )
+        if more := len(batch.poisoned[_MOST_LOG_LINES:]):
+            self._log.error("%d more items failed: `pin-jobs quarantine list` has them all", more)
+
+    def _record(self, result: CycleResult) -> None:
+        if self._open_transaction.has_schema:
+            self._open_transaction.run(
+                "insert_cycle",
+                run_id=self._run_id,
+                as_of=result.as_of,
+                missed=result.missed,
+                failed=result.failed,
+                skipped_locked_ring_timeout=result.skipped_locked[Phase.RING_TIMEOUT],
+                skipped_locked_stale_answered=result.skipped_locked[Phase.STALE_ANSWERED],
+                poisoned=result.poisoned,
+                partition=self._day.isoformat() if self._day else None,
+            )
 
 
 def moment(value: datetime) -> str:
@@ -308,4 +460,27 @@ def moment(value: datetime) -> str:
 
 
 def _call(row: RowMapping) -> Call:
-    return Call(**{**row, "status": CallStatus(row["status"])})
+    values = {name: row[name] for name in _CALL_COLUMNS}
+    return Call(**{**values, "status": CallStatus(row["status"])})
+
+
+def _parts(transitions: Sequence[Transition], claim: Claim) -> tuple[Sequence[Transition], ...]:
+    """Healthy calls apart from retries, so that a retry that fails again does not break up the rest."""
+    if not claim.attempts:
+        return (transitions,)
+    healthy = [transition for transition in transitions if transition.before.id not in claim.attempts]
+    retries = [transition for transition in transitions if transition.before.id in claim.attempts]
+    return (healthy, retries)
+
+
+def _started_within(day: date | None) -> Mapping[str, str]:
+    """The first and the last moment at which a call may have started, both inclusive, as PostgreSQL reads them."""
+    if day is None:
+        return {"first": "-infinity", "last": "infinity"}
+    return {"first": f"{day} 00:00:00+00", "last": f"{day} 23:59:59.999999+00"}
+
+
+def _patient(options: CallTimeoutReaperOptions) -> CallTimeoutReaperOptions:
+    lock_ttl = min(BACKFILL_PATIENCE * options.lock_ttl, max(options.lock_ttl, timedelta(days=1)))
+    scale = lock_ttl / options.lock_ttl
+    return replace(options, lock_ttl=lock_ttl, max_run_duration=scale * options.max_run_duration)

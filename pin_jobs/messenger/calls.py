@@ -14,6 +14,9 @@ from enum import StrEnum
 OUTBOX_NAMESPACE = uuid.UUID("6f1d3c1e-5b7c-5d0e-9a54-3d6a9f1c2b70")
 """Fixed for ever: outbox ids are derived under it, and changing it would let a push be written twice."""
 
+RETRY_DELAYS = tuple(timedelta(seconds=seconds) for seconds in (0, 30, 60, 120, 240, 480, 900))
+"""How long a call that could not be closed is left alone after its first, second, ... attempt; the last one repeats."""
+
 
 class CallStatus(StrEnum):
     """Where a call stands; all but `RINGING` and `ANSWERED` are terminal."""
@@ -178,6 +181,14 @@ def outbox_row(event: CallMissedEvent | CallEndedEvent) -> OutboxRow:
         targets=tuple(f"user:{user}" for user in users),
         payload={"callId": str(event.call_id), "status": status.value, "mediaType": event.media_type},
     )
+
+
+def next_attempt(attempts: int, as_of: datetime) -> datetime:
+    """When a call that could not be closed `attempts` times, the last one at `as_of`, is tried again.
+
+    First by the next cycle, since the fault may be gone by then; then ever later, up to fifteen minutes.
+    """
+    return as_of + RETRY_DELAYS[min(attempts, len(RETRY_DELAYS)) - 1]
 
 
 def _ended(call: Call, status: CallStatus, reason: EndReason, as_of: datetime) -> Call:

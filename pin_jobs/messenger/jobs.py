@@ -1,16 +1,31 @@
-"""The graph of a cycle and the job that people and the sensor launch."""
+"""The graph of a cycle, and its two jobs: the live cycle and the backfill."""
 
-from typing import Final
+from typing import Any, Final
 
-from dagster import JobDefinition, graph, in_process_executor, mem_io_manager
+from dagster import (
+    ConfigMapping,
+    DailyPartitionsDefinition,
+    Field,
+    JobDefinition,
+    ResourceDefinition,
+    TimeWindowPartitionsDefinition,
+    graph,
+    in_process_executor,
+    mem_io_manager,
+)
 
 from pin_jobs.messenger.ops import claim, reap_batch_resource, transition, write_outbox
-from pin_jobs.messenger.options import CallTimeoutReaperOptions
+from pin_jobs.messenger.options import LARGEST_BATCH, CallTimeoutReaperOptions, InvalidOption
 from pin_jobs.resources.postgres import PostgresResource
 
 JOB_NAME: Final = "call_timeout_reaper"
+BACKFILL_JOB_NAME: Final = "call_timeout_reaper_backfill"
 # Ahead of ordinary runs (0) in the queue: fifteen seconds are promised, and a cycle takes two.
 PRIORITY: Final = "10"
+# Behind them: nobody waits for a backfill by the second.
+BACKFILL_PRIORITY: Final = "-10"
+# For a limit on how many backfill runs work at once: our dagster.yaml has one.
+BACKFILL_TAG: Final = "pin_jobs/backfill"
 
 
 @graph(
@@ -25,22 +40,80 @@ def reap_calls() -> None:
 def build_call_timeout_reaper(options: CallTimeoutReaperOptions, database: PostgresResource) -> JobDefinition:
     """The live cycle, with the options it works by as the job's metadata.
 
+    By hand, its run config takes `dry_run` and `batch_size`; a bad value is refused before there is a run.
+    """
+    return _build(
+        JOB_NAME,
+        reap_batch_resource(options),
+        options,
+        database,
+        config=_by_hand(options),
+        tags={"dagster/priority": PRIORITY},
+    )
+
+
+def build_call_timeout_reaper_backfill(options: CallTimeoutReaperOptions, database: PostgresResource) -> JobDefinition:
+    """The same for the calls that started on one day (UTC), from `backfill_first_day` to today."""
+    # The day that has just begun is a partition too.
+    days = DailyPartitionsDefinition(start_date=options.backfill_first_day.isoformat(), timezone="UTC", end_offset=1)
+    return _build(
+        BACKFILL_JOB_NAME,
+        reap_batch_resource(options, days),
+        options,
+        database,
+        days=days,
+        tags={"dagster/priority": BACKFILL_PRIORITY, BACKFILL_TAG: JOB_NAME},
+    )
+
+
+def _build(  # noqa: PLR0913  # all but four by name
+    name: str,
+    batch: ResourceDefinition,
+    options: CallTimeoutReaperOptions,
+    database: PostgresResource,
+    *,
+    tags: dict[str, str],
+    config: ConfigMapping | None = None,
+    days: TimeWindowPartitionsDefinition | None = None,
+) -> JobDefinition:
+    """A job of the graph.
+
     All in one process, because the ops share a transaction. No run retries, whatever the host's default is: they would
     start half a transaction again, and the next cycle is the retry.
     """
     return reap_calls.to_job(
-        name=JOB_NAME,
+        name=name,
         executor_def=in_process_executor,
-        resource_defs={
-            "io_manager": mem_io_manager,
-            "messenger_database": database,
-            "reap_batch": reap_batch_resource(options),
-        },
+        resource_defs={"io_manager": mem_io_manager, "messenger_database": database, "reap_batch": batch},
+        config=config,
+        partitions_def=days,
         tags={
             "dagster/max_retries": "0",
-            "dagster/priority": PRIORITY,
             # A cycle is over after lock_ttl. A run that Dagster holds for started long after that is dead.
             "dagster/max_runtime": str(int(2 * options.lock_ttl.total_seconds()) + 60),
+            **tags,
         },
         metadata=options.in_words(),
+    )
+
+
+def _by_hand(options: CallTimeoutReaperOptions) -> ConfigMapping:
+    """What a person may say in the launchpad, in two lines."""
+
+    def run_config(config: dict[str, Any]) -> dict[str, Any]:
+        batch_size = config.get("batch_size")
+        if batch_size is not None and not 1 <= batch_size <= LARGEST_BATCH:
+            raise InvalidOption(f"batch_size is {batch_size}; allowed is 1 to {LARGEST_BATCH}")
+        return {"resources": {"reap_batch": {"config": config}}}
+
+    return ConfigMapping(
+        config_fn=run_config,
+        config_schema={
+            "dry_run": Field(
+                bool, default_value=False, description="Show what a cycle would do, and roll everything back."
+            ),
+            "batch_size": Field(
+                int, is_required=False, description=f"Calls per phase; {options.batch_size} when left out."
+            ),
+        },
     )

@@ -1,11 +1,13 @@
 """The three ops of a cycle. They share one open transaction; `write_outbox` commits it."""
 
 from collections.abc import Generator, Iterable, Sequence
-from datetime import timedelta
+from dataclasses import replace
+from datetime import date, timedelta
 from itertools import islice
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from dagster import (
+    Field,
     InitResourceContext,
     MetadataValue,
     OpExecutionContext,
@@ -17,22 +19,37 @@ from dagster import (
     TableMetadataValue,
     TableRecord,
     TableSchema,
+    TimeWindowPartitionsDefinition,
     op,
     resource,
 )
 
-from pin_jobs.messenger.batch import Claim, ReapBatch, RunLockBusy, TransitionedBatch, moment
+from pin_jobs.errors import PinJobsError
+from pin_jobs.messenger.batch import Claim, CycleResult, ReapBatch, RunLockBusy, TransitionedBatch, moment
 from pin_jobs.messenger.calls import Call, Phase, outbox_row
+from pin_jobs.messenger.isolation import Poison
 from pin_jobs.messenger.options import CallTimeoutReaperOptions
 from pin_jobs.resources.postgres import PostgresResource
 
+PARTITION_TAG: Final = "dagster/partition"
 LOCK_BUSY_TAG: Final = "pin_jobs/lock_busy"
+DRY_RUN_TAG: Final = "pin_jobs/dry_run"
 # A table is one row of Dagster's event log: enough to look at, not enough to hurt.
 LONGEST_TABLE: Final = 500
 
 
-def reap_batch_resource(options: CallTimeoutReaperOptions) -> ResourceDefinition:
-    """The run's `ReapBatch`. Tear-down only ever rolls back.
+class NotADay(PinJobsError):
+    """A run of the backfill was launched without a day, or for one that is no partition of it."""
+
+    def __init__(self, key: str | None) -> None:
+        wrong = "no day was given" if key is None else f"{key!r} is no day from the first one to today"
+        super().__init__(f"{wrong}: launch the backfill from the job's Partitions tab, or with the tag {PARTITION_TAG}")
+
+
+def reap_batch_resource(
+    options: CallTimeoutReaperOptions, days: TimeWindowPartitionsDefinition | None = None
+) -> ResourceDefinition:
+    """The run's `ReapBatch`; with `days`, that of the run's day. Tear-down only ever rolls back.
 
     Dagster resumes this generator as if nothing had happened after a failure or Terminate, so committing here would
     commit a failed run.
@@ -40,6 +57,10 @@ def reap_batch_resource(options: CallTimeoutReaperOptions) -> ResourceDefinition
 
     @resource(
         required_resource_keys={"messenger_database"},
+        config_schema={
+            "dry_run": Field(bool, default_value=False, description="Do everything, show it, and roll it back."),
+            "batch_size": Field(int, is_required=False, description="Calls per phase, in place of the option."),
+        },
         description="The one transaction that the three ops of a cycle share.",
     )
     def reap_batch(context: InitResourceContext) -> Generator[ReapBatch, None, None]:
@@ -47,9 +68,19 @@ def reap_batch_resource(options: CallTimeoutReaperOptions) -> ResourceDefinition
         if run is None or context.log is None:
             raise RuntimeError("reap_batch works inside a run only")
         database = cast(PostgresResource, context.resources.messenger_database)
+        batch_size, is_dry_run = context.resource_config.get("batch_size"), context.resource_config["dry_run"]
         batch = ReapBatch(
-            database.engine(run.job_name), options, run_id=run.run_id, job_name=run.job_name, log=context.log
+            database.engine(run.job_name),
+            # A number that a person gives is meant: no catching up beyond it.
+            replace(options, batch_size=batch_size, catch_up_batch_size=batch_size) if batch_size else options,
+            run_id=run.run_id,
+            job_name=run.job_name,
+            log=context.log,
+            day=_day(days, run.tags.get(PARTITION_TAG)) if days else None,
+            is_dry_run=is_dry_run,
         )
+        if is_dry_run and context.instance is not None:
+            context.instance.add_run_tags(run.run_id, {DRY_RUN_TAG: "true"})
         try:
             yield batch
         finally:
@@ -70,15 +101,16 @@ def claim(context: OpExecutionContext, reap_batch: ResourceParam[ReapBatch]) -> 
         context.log.warning("cycle skipped: %s. Nothing is lost, the next cycle finds the same calls.", claimed)
         context.instance.add_run_tags(context.run_id, {LOCK_BUSY_TAG: str(claimed)})
         return
-    rows = [(call.id, call.phase, moment(call.started_at), _seconds(claimed.overdue(call))) for call in claimed.calls]
+    rows = ((call.id, call.phase, moment(call.started_at), _seconds(claimed.overdue(call))) for call in claimed.calls)
     yield Output(
         claimed,
         metadata={
             "as_of": moment(claimed.as_of),
-            "ring_timeout_claimed": _count(claimed.calls, Phase.RING_TIMEOUT),
-            "ring_timeout_skipped_locked": claimed.skipped_locked[Phase.RING_TIMEOUT],
-            "stale_answered_claimed": _count(claimed.calls, Phase.STALE_ANSWERED),
-            "stale_answered_skipped_locked": claimed.skipped_locked[Phase.STALE_ANSWERED],
+            **{f"{phase}_claimed": _count(claimed.calls, phase) for phase in Phase},
+            **{f"{phase}_skipped_locked": claimed.skipped_locked[phase] for phase in Phase},
+            "remaining": sum(claimed.remaining.values()),
+            "retries": len(claimed.attempts),
+            "in_quarantine": sum(claimed.in_quarantine.values()),
             "calls": _table(_CLAIMED_COLUMNS, rows),
         },
     )
@@ -88,17 +120,15 @@ def claim(context: OpExecutionContext, reap_batch: ResourceParam[ReapBatch]) -> 
 def transition(reap_batch: ResourceParam[ReapBatch], claimed: Claim) -> Output[TransitionedBatch]:
     """Second op: decide and write the new states."""
     batch = reap_batch.transition(claimed)
-    changes = [(t.before.id, t.phase, t.before.status, t.after.status, t.after.end_reason) for t in batch.transitions]
-    poisoned = [(item.call.id, item.call.phase, item.reason) for item in batch.poisoned]
-    of_poison = {"poisoned_calls": _table(_POISON_COLUMNS, poisoned)} if poisoned else {}
+    changes = ((t.before.id, t.phase, t.before.status, t.after.status, t.after.end_reason) for t in batch.transitions)
     return Output(
         batch,
         metadata={
             "missed": sum(t.phase is Phase.RING_TIMEOUT for t in batch.transitions),
             "failed": sum(t.phase is Phase.STALE_ANSWERED for t in batch.transitions),
-            "poisoned": len(poisoned),
+            "poisoned": len(batch.poisoned),
             "calls": _table(_TRANSITION_COLUMNS, changes),
-            **of_poison,
+            **_poison_table(batch.poisoned),
         },
     )
 
@@ -107,29 +137,51 @@ def transition(reap_batch: ResourceParam[ReapBatch], claimed: Claim) -> Output[T
     config_schema={},
     description="Write one push intent per closed call and the record of the cycle, and commit everything.",
 )
-def write_outbox(reap_batch: ResourceParam[ReapBatch], transitioned: TransitionedBatch) -> Output[None]:
+def write_outbox(reap_batch: ResourceParam[ReapBatch], transitioned: TransitionedBatch) -> Output[CycleResult]:
     """Last op: the outbox, then the one commit of the cycle."""
     result = reap_batch.write_outbox(transitioned)
-    intents = [(t.before.id, outbox_row(t.event)) for t in transitioned.transitions]
-    rows = [(call_id, intent.kind, ", ".join(intent.targets), intent.id) for call_id, intent in intents]
-    return Output(
-        None,
-        metadata={
-            "committed": True,
-            "missed": result.missed,
-            "failed": result.failed,
-            "poisoned": result.poisoned,
-            "skipped_locked": sum(result.skipped_locked.values()),
-            "cycle_seconds": _seconds(result.duration),
-            "outbox_rows": _table(_OUTBOX_COLUMNS, rows),
-        },
+    return Output(result, metadata=cycle_metadata(result))
+
+
+def cycle_metadata(result: CycleResult) -> dict[str, Any]:
+    """What a cycle did, for the UI: counts, the push intents, and the quarantine if the cycle added to it."""
+    intents = ((t.before.id, outbox_row(t.event)) for t in result.closed)
+    rows = ((call_id, intent.kind, ", ".join(intent.targets), intent.id) for call_id, intent in intents)
+    in_quarantine = (
+        (item.call_id, item.phase, item.attempts, moment(item.first_seen), moment(item.next_attempt), item.last_error)
+        for item in result.quarantine
     )
+    return {
+        "committed": result.is_committed,
+        "missed": result.missed,
+        "failed": result.failed,
+        "poisoned": result.poisoned,
+        "skipped_locked": sum(result.skipped_locked.values()),
+        "remaining": result.remaining,
+        "cycle_seconds": _seconds(result.duration),
+        "outbox_rows": _table(_OUTBOX_COLUMNS, rows),
+        **_poison_table(result.poison),
+        **({"quarantine": _table(_QUARANTINE_COLUMNS, in_quarantine)} if result.quarantine else {}),
+    }
 
 
 _CLAIMED_COLUMNS: Final = ("call_id", "phase", "started_at", "overdue_seconds")
 _TRANSITION_COLUMNS: Final = ("call_id", "phase", "status_before", "status", "end_reason")
 _POISON_COLUMNS: Final = ("call_id", "phase", "reason")
+_QUARANTINE_COLUMNS: Final = ("call_id", "phase", "attempts", "first_seen", "next_attempt", "last_error")
 _OUTBOX_COLUMNS: Final = ("call_id", "kind", "targets", "outbox_id")
+
+
+def _day(days: TimeWindowPartitionsDefinition, key: str | None) -> date:
+    # Dagster lets runs of a partitioned job start without a partition, and with any key.
+    if key is None or not days.has_partition_key(key):
+        raise NotADay(key)
+    return date.fromisoformat(key)
+
+
+def _poison_table(poisoned: Sequence[Poison]) -> dict[str, TableMetadataValue]:
+    rows = ((item.call.id, item.call.phase, item.reason) for item in poisoned)
+    return {"poisoned_calls": _table(_POISON_COLUMNS, rows)} if poisoned else {}
 
 
 def _count(calls: Iterable[Call], phase: Phase) -> int:

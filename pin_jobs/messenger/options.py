@@ -2,10 +2,10 @@
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from datetime import timedelta
+from datetime import UTC, date, datetime, timedelta
 from typing import Any, Final, Self
 
 from pydantic import TypeAdapter, ValidationError
@@ -14,10 +14,13 @@ from pin_jobs.errors import PinJobsError
 from pin_jobs.messenger.calls import CallWindows
 
 ENVIRONMENT_PREFIX: Final = "CALL_TIMEOUT_REAPER_"
+LARGEST_BATCH: Final = 10_000
 
 _DURATION_FORMS = re.compile(r"[0-9]+(\.[0-9]+)?|[0-9]+:[0-5][0-9]:[0-5][0-9](\.[0-9]+)?|P[0-9.A-Z]+")
 _DURATION = TypeAdapter(timedelta)
 _CENTURY = timedelta(days=36_500)
+# Each day is a partition, and Dagster's page of them grows slow in the tens of thousands.
+_EARLIEST_FIRST_DAY = date(2000, 1, 1)
 # PostgreSQL keeps its timeouts as milliseconds in 31 bits: 24.8 days.
 _LONGEST_TIMEOUT = timedelta(days=24)
 
@@ -44,6 +47,8 @@ class CallTimeoutReaperOptions:
     """Calls per phase and cycle."""
     backfill_batch_size: int = 100_000
     """Calls per phase and backfill run."""
+    backfill_first_day: date = date(2024, 1, 1)
+    """The first day (UTC) that can be backfilled; the last one is today."""
     catch_up_batch_size: int = 5000
     """Calls per phase of a cycle that finds more than `batch_size` due."""
     lock_ttl: timedelta = timedelta(seconds=60)
@@ -72,8 +77,12 @@ class CallTimeoutReaperOptions:
                 self.ring_timeout < self.stale_answered_timeout <= _CENTURY,
             ),
             "polling_interval": ("5s to 1 day", timedelta(seconds=5) <= self.polling_interval <= timedelta(days=1)),
-            "batch_size": ("1 to 10000", 1 <= self.batch_size <= 10_000),
+            "batch_size": (f"1 to {LARGEST_BATCH}", 1 <= self.batch_size <= LARGEST_BATCH),
             "backfill_batch_size": ("1 to 1000000", 1 <= self.backfill_batch_size <= 1_000_000),
+            "backfill_first_day": (
+                f"{_EARLIEST_FIRST_DAY} to today",
+                _EARLIEST_FIRST_DAY <= self.backfill_first_day <= datetime.now(UTC).date(),
+            ),
             "catch_up_batch_size": (
                 f"batch_size ({self.batch_size}) to 100000",
                 self.batch_size <= self.catch_up_batch_size <= 100_000,
@@ -98,7 +107,7 @@ class CallTimeoutReaperOptions:
     def from_environment(cls, environ: Mapping[str, str]) -> Self:
         """Read the variables `CALL_TIMEOUT_REAPER_*`; an empty one counts as not set.
 
-        Durations are seconds (`45`), `00:00:45` or ISO 8601 (`PT45S`).
+        Durations are seconds (`45`), `00:00:45` or ISO 8601 (`PT45S`); a day is `2026-01-31`.
 
         Raises:
             InvalidOption: a variable is unknown, malformed or out of its range.
@@ -110,7 +119,7 @@ class CallTimeoutReaperOptions:
                 name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
                 if name not in kinds:
                     raise InvalidOption(_unknown(variable, kinds))
-                values[name] = (_duration if kinds[name] is timedelta else _whole_number)(variable, text.strip())
+                values[name] = _READERS[kinds[name]](variable, text.strip())
         return cls(**values)
 
 
@@ -134,6 +143,16 @@ def _whole_number(variable: str, text: str) -> int:
     if not re.fullmatch(r"[+-]?[0-9]{1,18}", text):
         raise InvalidOption(f"{variable} is {text[:40]!r}; allowed is a whole number")
     return int(text)
+
+
+def _day(variable: str, text: str) -> date:
+    if re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", text):
+        with suppress(ValueError):
+            return date.fromisoformat(text)
+    raise InvalidOption(f"{variable} is {text[:40]!r}; allowed is a day: 2026-01-31")
+
+
+_READERS: Final[Mapping[type, Callable[[str, str], Any]]] = {timedelta: _duration, int: _whole_number, date: _day}
 
 
 def _written(value: object) -> str:

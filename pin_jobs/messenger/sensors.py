@@ -22,8 +22,9 @@ from sqlalchemy import Engine
 
 from pin_jobs.database import clear_errors
 from pin_jobs.messenger.batch import moment
+from pin_jobs.messenger.calls import RETRY_DELAYS
 from pin_jobs.messenger.options import CallTimeoutReaperOptions
-from pin_jobs.messenger.transaction import DATABASE, QUERIES
+from pin_jobs.messenger.transaction import DATABASE, QUERIES, QUERIES_WITHOUT_SCHEMA
 from pin_jobs.resources.postgres import PostgresResource
 
 DUE_TAG: Final = "pin_jobs/due"
@@ -129,10 +130,14 @@ def look_at_calls(engine: Engine, options: CallTimeoutReaperOptions) -> Probe:
         DatabaseUnavailable, DatabaseRefused: the tick fails with that line, and the next one looks again.
     """
     with clear_errors(DATABASE), engine.connect() as connection:
-        connection.execute(QUERIES["bound_probe"], {"timeout": _PROBE_TIMEOUT_MS})
+        session = connection.execute(QUERIES["bound_probe"], {"timeout": _PROBE_TIMEOUT_MS}).one()
         row = connection.execute(
-            QUERIES["probe"],
-            {"ring_timeout": options.ring_timeout, "stale_answered_timeout": options.stale_answered_timeout},
+            (QUERIES if session.has_schema else QUERIES_WITHOUT_SCHEMA)["probe"],
+            {
+                "ring_timeout": options.ring_timeout,
+                "stale_answered_timeout": options.stale_answered_timeout,
+                "longest_delay": RETRY_DELAYS[-1],
+            },
         ).one()
         return Probe(row.now, row.due, row.next_deadline)
 

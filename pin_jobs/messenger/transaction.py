@@ -1,13 +1,14 @@
 """The one transaction of a cycle: bounded in time on both sides, committed explicitly, with a known outcome."""
 
 import logging
+import re
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
-from sqlalchemy import Connection, Engine, RootTransaction, RowMapping, text
+from sqlalchemy import Connection, Engine, RootTransaction, RowMapping, TextClause, text
 from sqlalchemy.exc import DBAPIError
 
 from pin_jobs.database import DatabaseRefused, DatabaseUnavailable, clear_errors
@@ -16,7 +17,20 @@ from pin_jobs.messenger.options import CallTimeoutReaperOptions
 from pin_jobs.queries import load_queries
 
 DATABASE: Final = "messenger"
-QUERIES: Final = {name: text(sql) for name, sql in load_queries(Path(__file__).with_name("queries.sql")).items()}
+_SQL: Final = load_queries(Path(__file__).with_name("queries.sql"))
+QUERIES: Final = {name: text(sql) for name, sql in _SQL.items()}
+# The same where the schema pin_jobs is missing or behind: nothing is in quarantine.
+QUERIES_WITHOUT_SCHEMA: Final = {
+    name: text(
+        re.sub(
+            r"\b(FROM|JOIN) pin_jobs\.quarantined_calls AS",
+            r"\1 (SELECT CAST(NULL AS uuid) AS call_id, CAST(NULL AS text) AS phase, 0 AS attempts, "
+            "now() AS next_attempt WHERE false) AS",
+            sql,
+        )
+    )
+    for name, sql in _SQL.items()
+}
 
 # How long a lost answer to COMMIT is asked after before we say that we do not know.
 _OUTCOME_PATIENCE: Final = timedelta(seconds=5)
@@ -68,6 +82,7 @@ class CycleTransaction:
         self._run_id = run_id
         self._log = log
         self._started = time.monotonic()
+        self._queries: Mapping[str, TextClause] = QUERIES
         self._connection: Connection = self._open(application_name)
         self._transaction: RootTransaction | None = self._connection.get_transaction()
 
@@ -77,13 +92,23 @@ class CycleTransaction:
         return timedelta(seconds=time.monotonic() - self._started)
 
     @property
+    def time_left(self) -> timedelta:
+        """Until `max_run_duration` is over."""
+        return self._options.max_run_duration - self.elapsed
+
+    @property
+    def has_schema(self) -> bool:
+        """Whether the schema `pin_jobs` is there and new enough; without it there is neither quarantine nor record."""
+        return self._queries is QUERIES
+
+    @property
     def is_open(self) -> bool:
         """Whether there is anything left to commit or to roll back."""
         return self._transaction is not None
 
     def rows(self, query: str, **parameters: Any) -> Sequence[RowMapping]:
         """Run a named statement within what is left of the cycle's time; return its rows."""
-        return self._execute(QUERIES[query], parameters)
+        return self._execute(self._queries[query], parameters)
 
     def value(self, query: str, **parameters: Any) -> Any:
         """Run a named statement that returns one row of one column; return that value."""
@@ -94,10 +119,20 @@ class CycleTransaction:
         """Run a named statement whose rows, if any, do not matter."""
         self.rows(query, **parameters)
 
-    def commit(self, *, has_record: bool) -> None:
+    def undo_batch(self) -> None:
+        """Go back to `savepoint_batch`: all calls are as they were, and still locked."""
+        self._undo("roll_back_to_savepoint_batch")
+
+    def undo_part(self) -> None:
+        """Go back to `savepoint_part` and end it."""
+        self._undo("roll_back_to_savepoint_part")
+        self.run("release_savepoint_part")
+
+    def commit(self) -> None:
         """Commit, and find out what is true when the answer does not come.
 
-        `has_record`: `pin_jobs.reaper_cycles` holds a row of this run if, and only if, the commit took place.
+        With the schema `pin_jobs`, `reaper_cycles` must hold a row of this run by now: it is there if, and only if, the
+        commit took place.
 
         Raises:
             OutcomeUnknown: the connection broke in COMMIT and the database does not tell.
@@ -110,9 +145,9 @@ class CycleTransaction:
             with clear_errors(DATABASE):
                 self._transaction.commit()
         except DatabaseUnavailable as error:
-            committed = self._was_committed(transaction_id, has_record=has_record)
+            committed = self._was_committed(transaction_id)
             if committed is None:
-                raise OutcomeUnknown(self._run_id, has_record=has_record) from None
+                raise OutcomeUnknown(self._run_id, has_record=self.has_schema) from None
             if not committed:
                 raise
             self._log.warning("the answer to COMMIT was lost (%s), but the cycle is committed", error)
@@ -120,7 +155,7 @@ class CycleTransaction:
             raise
         except BaseException:
             # Terminate or SIGTERM while the answer was under way: the run ends, and the log says what is true.
-            committed = self._was_committed(transaction_id, has_record=has_record)
+            committed = self._was_committed(transaction_id)
             truth = {True: "the cycle is committed", False: "nothing is committed", None: "the outcome is unknown"}
             self._log.warning("the run was interrupted in COMMIT, and %s", truth[committed])
             raise
@@ -145,22 +180,26 @@ class CycleTransaction:
             connection = self._engine.connect()
             try:
                 connection.begin()
-                connection.execute(
+                session = connection.execute(
                     QUERIES["bound_session"],
                     {"application_name": application_name, "lock_ttl": _milliseconds(self._options.lock_ttl)},
                 )
+                self._queries = QUERIES if session.one().has_schema else QUERIES_WITHOUT_SCHEMA
             except BaseException:
                 connection.close()
                 raise
             return connection
 
+    def _undo(self, query: str) -> None:
+        # No other statement before it, not even our bounds: after an error the server takes nothing else.
+        with clear_errors(DATABASE):
+            self._connection.execute(QUERIES[query])
+
     def _execute(self, statement: Any, parameters: Mapping[str, Any]) -> Sequence[RowMapping]:
         self._check_time()
         bounds = {
             # A millisecond more, so that our own check finds the time spent and names the option.
-            "statement_timeout": _milliseconds(
-                self._options.max_run_duration - self.elapsed + timedelta(milliseconds=1)
-            ),
+            "statement_timeout": _milliseconds(self.time_left + timedelta(milliseconds=1)),
             "idle_timeout": _milliseconds(self._options.lock_ttl - self.elapsed),
         }
         try:
@@ -176,7 +215,7 @@ class CycleTransaction:
         if self.elapsed >= self._options.max_run_duration:
             raise CycleTooLong(self._options)
 
-    def _was_committed(self, transaction_id: str, *, has_record: bool) -> bool | None:
+    def _was_committed(self, transaction_id: str) -> bool | None:
         """Whether the commit took place, asked on a new session for a while; `None`: the server does not tell."""
         give_up = time.monotonic() + _OUTCOME_PATIENCE.total_seconds()
         while time.monotonic() < give_up:
@@ -184,7 +223,7 @@ class CycleTransaction:
                 with self._engine.connect() as connection:
                     outcome = connection.scalar(QUERIES["transaction_outcome"], {"transaction_id": transaction_id})
                     if outcome != "in progress":
-                        if has_record:
+                        if self.has_schema:
                             return bool(connection.scalar(QUERIES["find_cycle"], {"run_id": self._run_id}))
                         if outcome is not None:
                             return bool(outcome == "committed")

@@ -1,4 +1,4 @@
-from datetime import timedelta
+from datetime import date, timedelta
 
 import pytest
 
@@ -28,6 +28,7 @@ class TestDefaults:
             "stale_answered_timeout": timedelta(hours=2),
             "polling_interval": timedelta(seconds=15),
             "batch_size": 200,
+            "backfill_first_day": date(2024, 1, 1),
             "backfill_batch_size": 100_000,
             "catch_up_batch_size": 5000,
             "lock_ttl": timedelta(seconds=60),

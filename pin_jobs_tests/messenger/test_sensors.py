@@ -23,6 +23,7 @@ from dagster._core.storage.runs.schema import RunsTable
 from sqlalchemy import text
 
 from pin_jobs.database import DatabaseRefused, DatabaseUnavailable, connect_to, parse_database_url
+from pin_jobs.messenger.calls import RETRY_DELAYS
 from pin_jobs.messenger.jobs import JOB_NAME, build_call_timeout_reaper
 from pin_jobs.messenger.options import CallTimeoutReaperOptions
 from pin_jobs.messenger.sensors import (
@@ -208,11 +209,15 @@ class TestTheLook:
         with messenger.engine.connect() as connection:
             plan = connection.execute(
                 text("EXPLAIN " + QUERIES["probe"].text),
-                {"ring_timeout": OPTIONS.ring_timeout, "stale_answered_timeout": OPTIONS.stale_answered_timeout},
+                {
+                    "ring_timeout": OPTIONS.ring_timeout,
+                    "stale_answered_timeout": OPTIONS.stale_answered_timeout,
+                    "longest_delay": RETRY_DELAYS[-1],
+                },
             ).scalars()
             plan = "\n".join(plan)
         assert "ix_call_active" in plan
-        assert "Seq Scan" not in plan
+        assert "Seq Scan on call_sessions" not in plan
 
     def test_on_a_database_without_the_table_is_refused_in_one_line(self, empty_database):
         engine = connect_to(parse_database_url(empty_database, variable="X"), application_name="test")
@@ -225,8 +230,8 @@ class TestTheLook:
     def test_sees_through_odd_defaults_of_the_role(self, server, messenger):
         messenger.add(a_ringing_call(age="46s"), a_ringing_call(age="40s"))
         role = server.create_role()
-        messenger.run(f"GRANT USAGE ON SCHEMA messenger TO {role}")
-        messenger.run(f"GRANT SELECT ON messenger.call_sessions TO {role}")
+        messenger.run(f"GRANT USAGE ON SCHEMA messenger, pin_jobs TO {role}")
+        messenger.run(f"GRANT SELECT ON messenger.call_sessions, pin_jobs.quarantined_calls TO {role}")
         for setting in (
             "default_transaction_read_only = on",
             "TimeZone = 'Asia/Kathmandu'",
@@ -244,8 +249,8 @@ class TestTheLook:
     def test_at_rows_hidden_from_our_role_fails_loudly(self, server, messenger):
         messenger.add(a_ringing_call(age="46s"))
         role = server.create_role()
-        messenger.run(f"GRANT USAGE ON SCHEMA messenger TO {role}")
-        messenger.run(f"GRANT SELECT ON messenger.call_sessions TO {role}")
+        messenger.run(f"GRANT USAGE ON SCHEMA messenger, pin_jobs TO {role}")
+        messenger.run(f"GRANT SELECT ON messenger.call_sessions, pin_jobs.quarantined_calls TO {role}")
         messenger.run("ALTER TABLE messenger.call_sessions ENABLE ROW LEVEL SECURITY")
         url = server.url(messenger.value("SELECT current_database()"), role=role)
         engine = connect_to(parse_database_url(url, variable="X"), application_name="test")
