@@ -5,7 +5,7 @@ import pytest
 
 from pin_jobs.database import InvalidDatabaseUrl
 from pin_jobs.errors import PinJobsError
-from pin_jobs.messenger.options import InvalidOption
+from pin_jobs.options import InvalidOption
 from pin_jobs.settings import InvalidSetting, NothingConfigured, Settings
 
 MESSENGER = {"MESSENGER_DATABASE_URL": "postgresql://u:s3cr3t@h/messenger"}

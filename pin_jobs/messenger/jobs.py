@@ -15,7 +15,8 @@ from dagster import (
 )
 
 from pin_jobs.messenger.ops import claim, reap_batch_resource, transition, write_outbox
-from pin_jobs.messenger.options import LARGEST_BATCH, CallTimeoutReaperOptions, InvalidOption
+from pin_jobs.messenger.options import LARGEST_BATCH, CallTimeoutReaperOptions
+from pin_jobs.options import InvalidOption
 from pin_jobs.resources.postgres import PostgresResource
 
 JOB_NAME: Final = "call_timeout_reaper"

@@ -1,23 +1,14 @@
-"""The options of the call timeout reaper, read from the environment and refused early."""
+"""The options of the call timeout reaper."""
 
-import difflib
-import re
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
-from typing import Any, Final, Self
+from typing import ClassVar, Final
 
-from pydantic import TypeAdapter, ValidationError
-
-from pin_jobs.errors import PinJobsError
 from pin_jobs.messenger.calls import CallWindows
+from pin_jobs.options import Options, written
 
-ENVIRONMENT_PREFIX: Final = "CALL_TIMEOUT_REAPER_"
 LARGEST_BATCH: Final = 10_000
-
-_DURATION_FORMS = re.compile(r"[0-9]+(\.[0-9]+)?|[0-9]+:[0-5][0-9]:[0-5][0-9](\.[0-9]+)?|P[0-9.A-Z]+")
-_DURATION = TypeAdapter(timedelta)
 _CENTURY = timedelta(days=36_500)
 # Each day is a partition, and Dagster's page of them grows slow in the tens of thousands.
 _EARLIEST_FIRST_DAY = date(2000, 1, 1)
@@ -25,17 +16,16 @@ _EARLIEST_FIRST_DAY = date(2000, 1, 1)
 _LONGEST_TIMEOUT = timedelta(days=24)
 
 
-class InvalidOption(PinJobsError):
-    """An option is unknown, not of its form or out of its range; the message names variable, value and range."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class CallTimeoutReaperOptions:
+class CallTimeoutReaperOptions(Options):
     """How the reaper works (seed: "Входная модель", "Расписание и locking"); checked on construction.
 
     Raises:
         InvalidOption: a value is out of its range.
     """
+
+    prefix: ClassVar = "CALL_TIMEOUT_REAPER_"
+    owner: ClassVar = "the call timeout reaper"
 
     ring_timeout: timedelta = timedelta(seconds=45)
     """A call that rings as long as this is Missed (INV-CALL-2)."""
@@ -56,20 +46,9 @@ class CallTimeoutReaperOptions:
     max_run_duration: timedelta = timedelta(seconds=30)
     """A cycle that takes longer rolls back."""
 
-    def __post_init__(self) -> None:
-        rules = self._rules()
-        for field in fields(self):
-            allowed, is_allowed = rules[field.name]
-            if not is_allowed:
-                value = getattr(self, field.name)
-                default = " (the default)" if value == field.default else ""
-                raise InvalidOption(
-                    f"{ENVIRONMENT_PREFIX}{field.name.upper()} is {_written(value)}{default}; allowed is {allowed}"
-                )
-
-    def _rules(self) -> Mapping[str, tuple[str, bool]]:
+    def rules(self) -> Mapping[str, tuple[str, bool]]:
         """Per option its allowed range in words, and whether its value lies in it."""
-        ring, run_time = _written(self.ring_timeout), _written(self.max_run_duration)
+        ring, run_time = written(self.ring_timeout), written(self.max_run_duration)
         return {
             "ring_timeout": ("more than 0 and at most 100 years", timedelta(0) < self.ring_timeout <= _CENTURY),
             "stale_answered_timeout": (
@@ -98,64 +77,3 @@ class CallTimeoutReaperOptions:
     def windows(self) -> CallWindows:
         """The two windows of the rules."""
         return CallWindows(ring=self.ring_timeout, stale_answered=self.stale_answered_timeout)
-
-    def in_words(self) -> dict[str, str]:
-        """Every option as people write it, for the UI."""
-        return {field.name: _written(getattr(self, field.name)) for field in fields(self)}
-
-    @classmethod
-    def from_environment(cls, environ: Mapping[str, str]) -> Self:
-        """Read the variables `CALL_TIMEOUT_REAPER_*`; an empty one counts as not set.
-
-        Durations are seconds (`45`), `00:00:45` or ISO 8601 (`PT45S`); a day is `2026-01-31`.
-
-        Raises:
-            InvalidOption: a variable is unknown, malformed or out of its range.
-        """
-        kinds = {field.name: type(field.default) for field in fields(cls)}
-        values: dict[str, Any] = {}
-        for variable, text in environ.items():
-            if variable.startswith(ENVIRONMENT_PREFIX) and text.strip():
-                name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-                if name not in kinds:
-                    raise InvalidOption(_unknown(variable, kinds))
-                values[name] = _READERS[kinds[name]](variable, text.strip())
-        return cls(**values)
-
-
-def _unknown(variable: str, known: Mapping[str, type]) -> str:
-    variables = [ENVIRONMENT_PREFIX + name.upper() for name in known]
-    close = difflib.get_close_matches(variable, variables, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(variables)}"
-    return f"{variable} is not an option of the call timeout reaper; {hint}"
-
-
-def _duration(variable: str, text: str) -> timedelta:
-    if _DURATION_FORMS.fullmatch(text):
-        # pydantic reads 00:00:45 and PT45S itself, but seconds only as a number.
-        is_seconds = text[0].isdigit() and ":" not in text
-        with suppress(ValidationError, OverflowError):
-            return _DURATION.validate_python(float(text) if is_seconds else text)
-    raise InvalidOption(f"{variable} is {text[:40]!r}; allowed is a duration: 45, 00:00:45 or PT45S")
-
-
-def _whole_number(variable: str, text: str) -> int:
-    if not re.fullmatch(r"[+-]?[0-9]{1,18}", text):
-        raise InvalidOption(f"{variable} is {text[:40]!r}; allowed is a whole number")
-    return int(text)
-
-
-def _day(variable: str, text: str) -> date:
-    if re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", text):
-        with suppress(ValueError):
-            return date.fromisoformat(text)
-    raise InvalidOption(f"{variable} is {text[:40]!r}; allowed is a day: 2026-01-31")
-
-
-_READERS: Final[Mapping[type, Callable[[str, str], Any]]] = {timedelta: _duration, int: _whole_number, date: _day}
-
-
-def _written(value: object) -> str:
-    if isinstance(value, timedelta):
-        return f"{value.total_seconds():.6f}".rstrip("0").rstrip(".") + "s"
-    return str(value)

@@ -3,7 +3,8 @@ from datetime import date, timedelta
 import pytest
 
 from pin_jobs.errors import PinJobsError
-from pin_jobs.messenger.options import CallTimeoutReaperOptions, InvalidOption
+from pin_jobs.messenger.options import CallTimeoutReaperOptions
+from pin_jobs.options import InvalidOption
 
 PREFIX = "CALL_TIMEOUT_REAPER_"
 MICROSECOND = timedelta(microseconds=1)
