@@ -7,6 +7,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -147,13 +148,22 @@ def new_batch(messenger: Messenger) -> Iterator[Callable[..., ReapBatch]]:
     """Makes batches, each of its own run; closes them after the test."""
     batches: list[ReapBatch] = []
 
-    def make(*, engine: Engine | None = None, run_id: str | None = None, **options: object) -> ReapBatch:
+    def make(
+        *,
+        engine: Engine | None = None,
+        run_id: str | None = None,
+        day: date | None = None,
+        is_dry_run: bool = False,
+        **options: object,
+    ) -> ReapBatch:
         batch = ReapBatch(
             engine or messenger.jobs_engine,
             CallTimeoutReaperOptions(**options),  # type: ignore[arg-type]  # tests pass options by name
             run_id=run_id or str(uuid.uuid4()),
             job_name="call_timeout_reaper",
             log=logging.getLogger("pin_jobs_tests"),
+            day=day,
+            is_dry_run=is_dry_run,
         )
         batches.append(batch)
         return batch

@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any, Final, cast
 
 from dagster import (
+    Failure,
     Field,
     InitResourceContext,
     MetadataValue,
@@ -135,12 +136,26 @@ def transition(reap_batch: ResourceParam[ReapBatch], claimed: Claim) -> Output[T
 
 @op(
     config_schema={},
-    description="Write one push intent per closed call and the record of the cycle, and commit everything.",
+    description="Write one push intent per closed call and the record of the cycle, and commit everything "
+    "(a dry run rolls everything back instead).",
 )
-def write_outbox(reap_batch: ResourceParam[ReapBatch], transitioned: TransitionedBatch) -> Output[CycleResult]:
-    """Last op: the outbox, then the one commit of the cycle."""
+def write_outbox(
+    context: OpExecutionContext, reap_batch: ResourceParam[ReapBatch], transitioned: TransitionedBatch
+) -> Output[None]:
+    """Last op: the outbox, then the one commit of the cycle.
+
+    A backfill that had no room for all fails once it has committed: nobody else comes back for the rest of that day.
+    """
     result = reap_batch.write_outbox(transitioned)
-    return Output(result, metadata=cycle_metadata(result))
+    metadata = cycle_metadata(result)
+    if result.remaining and context.has_partition_key:
+        raise Failure(
+            f"{len(result.closed)} calls are closed and committed; {result.remaining} more of {context.partition_key} "
+            "are due: launch the day again",
+            metadata=metadata,
+            allow_retries=False,
+        )
+    return Output(None, metadata=metadata)
 
 
 def cycle_metadata(result: CycleResult) -> dict[str, Any]:
