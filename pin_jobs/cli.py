@@ -1,4 +1,4 @@
-"""The command line: `pin-jobs dev`, `pin-jobs migrate` and `pin-jobs quarantine`."""
+"""The command line: `pin-jobs dev`, `migrate`, `check` and `quarantine`."""
 
 import os
 from collections.abc import Sequence
@@ -11,8 +11,11 @@ from sqlalchemy import Engine
 from pin_jobs.database import connect_to, parse_database_url
 from pin_jobs.errors import PinJobsError
 from pin_jobs.messenger.batch import moment
+from pin_jobs.messenger.check import check_messenger
+from pin_jobs.messenger.contract import Finding, Severity
+from pin_jobs.messenger.options import CallTimeoutReaperOptions
 from pin_jobs.messenger.quarantine import list_quarantine, release_from_quarantine
-from pin_jobs.migrations import migrate_messenger
+from pin_jobs.migrations import known_revisions, migrate_messenger
 from pin_jobs.settings import CHATHOUSE_DATABASE_URL, MESSENGER_DATABASE_URL, NothingConfigured
 
 
@@ -71,6 +74,28 @@ def migrate() -> None:
         click.echo("chathouse: nothing to do, pin_jobs keeps nothing there yet")
 
 
+@main.command()
+def check() -> None:
+    """Compare the configured databases with what the jobs need, a line each; exit 1 when something would break."""
+    if not any(os.environ.get(name, "").strip() for name in (MESSENGER_DATABASE_URL, CHATHOUSE_DATABASE_URL)):
+        raise NothingConfigured
+    options = CallTimeoutReaperOptions.from_environment(os.environ)
+    findings: list[Finding] = []
+    if os.environ.get(MESSENGER_DATABASE_URL, "").strip():
+        try:
+            findings = check_messenger(_messenger_database("check"), options, known_revisions("messenger"))
+        except PinJobsError as error:
+            findings = [Finding(Severity.ERROR, str(error))]
+        for finding in findings:
+            click.echo(f"{finding.severity}: messenger: {finding.line}")
+        if not findings:
+            click.echo("ok: messenger: the database has all that call_timeout_reaper needs")
+    else:
+        click.echo(f"messenger: left out, {MESSENGER_DATABASE_URL} is not set")
+    if any(finding.severity is Severity.ERROR for finding in findings):
+        raise SystemExit(1)
+
+
 @main.group()
 def quarantine() -> None:
     """Calls that could not be closed: what is wrong with them, and another try."""
@@ -79,7 +104,7 @@ def quarantine() -> None:
 @quarantine.command("list")
 def show_quarantine() -> None:
     """Show the calls in quarantine, those that are there longest first; moments are UTC."""
-    calls = list_quarantine(_messenger_database())
+    calls = list_quarantine(_messenger_database("quarantine"))
     if not calls:
         click.echo("No call is in quarantine.")
         return
@@ -105,7 +130,7 @@ def release(call_ids: tuple[UUID, ...], everything: bool) -> None:
     """Let the next cycle take these calls like any other: once what ailed them is mended."""
     if everything == bool(call_ids):
         raise click.UsageError("name the calls to release, or say --all")
-    released = set(release_from_quarantine(_messenger_database(), None if everything else call_ids))
+    released = set(release_from_quarantine(_messenger_database("quarantine"), None if everything else call_ids))
     click.echo(
         f"{len(released)} released; the next cycle takes {'it' if len(released) == 1 else 'them'} like any other."
     )
@@ -113,11 +138,11 @@ def release(call_ids: tuple[UUID, ...], everything: bool) -> None:
         raise click.ClickException(f"not in quarantine: {', '.join(unknown)}")
 
 
-def _messenger_database() -> Engine:
+def _messenger_database(command: str) -> Engine:
     url = os.environ.get(MESSENGER_DATABASE_URL, "").strip()
     if not url:
         raise click.ClickException(f"{MESSENGER_DATABASE_URL} is not set")
-    return connect_to(parse_database_url(url, variable=MESSENGER_DATABASE_URL), application_name="pin-jobs quarantine")
+    return connect_to(parse_database_url(url, variable=MESSENGER_DATABASE_URL), application_name=f"pin-jobs {command}")
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

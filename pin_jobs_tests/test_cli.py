@@ -91,6 +91,50 @@ class TestMigrate:
         assert result.output.count("\n") == 1
 
 
+class TestCheck:
+    def test_of_a_database_that_has_all_says_so(self, pin_jobs, messenger):
+        result = pin_jobs("check", MESSENGER_DATABASE_URL=messenger.jobs_url)
+        assert (result.exit_code, result.output) == (
+            0,
+            "ok: messenger: the database has all that call_timeout_reaper needs\n",
+        )
+
+    def test_with_warnings_only_succeeds(self, pin_jobs, messenger):
+        messenger.run("DROP INDEX messenger.ix_call_active")
+        result = pin_jobs("check", MESSENGER_DATABASE_URL=messenger.jobs_url)
+        assert result.exit_code == 0
+        assert result.output.startswith("warning: messenger: no index serves ")
+        assert result.output.count("\n") == 1
+
+    def test_with_an_error_fails_and_names_every_difference(self, pin_jobs, messenger):
+        messenger.run("DROP TABLE messenger.realtime_outbox")
+        messenger.run("DROP INDEX messenger.ix_call_active")
+        messenger.run("ALTER TABLE messenger.call_sessions DROP COLUMN end_reason")
+        result = pin_jobs("check", MESSENGER_DATABASE_URL=messenger.jobs_url)
+        assert result.exit_code == 1
+        assert result.output.splitlines() == [
+            "error: messenger: messenger.call_sessions has no column end_reason (text)",
+            "error: messenger: messenger.realtime_outbox is missing",
+        ]
+
+    def test_of_a_database_that_is_away_fails_in_one_line(self, pin_jobs):
+        result = pin_jobs("check", MESSENGER_DATABASE_URL=UNREACHABLE)
+        assert result.exit_code == 1
+        assert result.output.startswith("error: messenger: the messenger database cannot be reached: ")
+        assert result.output.count("\n") == 1
+        assert "s3cr3t" not in result.output
+
+    def test_refuses_an_option_out_of_its_range(self, pin_jobs, messenger):
+        result = pin_jobs("check", MESSENGER_DATABASE_URL=messenger.jobs_url, CALL_TIMEOUT_REAPER_LOCK_TTL="5")
+        assert result.exit_code == 1
+        assert result.output.startswith("Error: CALL_TIMEOUT_REAPER_LOCK_TTL is 5s; allowed is ")
+
+    def test_with_nothing_configured_names_the_variables(self, pin_jobs):
+        result = pin_jobs("check")
+        assert result.exit_code == 1
+        assert "MESSENGER_DATABASE_URL" in result.output
+
+
 class TestTheProgram:
     def test_migrates_however_many_are_started_at_once(self, empty_database):
         processes = [spawn("migrate", MESSENGER_DATABASE_URL=empty_database) for _ in range(4)]

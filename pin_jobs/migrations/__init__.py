@@ -45,15 +45,24 @@ def _migrate(name: str, url: str, *, variable: str) -> tuple[str | None, str | N
         if not connection.scalar(text("SELECT to_regnamespace('pin_jobs') IS NOT NULL")):
             connection.execute(text("CREATE SCHEMA pin_jobs"))
         before = _revision(connection, name)
-        config = Config(attributes={"connection": connection, "version_table": version_table(name)})
-        # Percent signs are Alembic's interpolation; a path may hold one.
-        config.set_main_option("script_location", str(Path(__file__).parent / name).replace("%", "%%"))
-        if before and before not in {
-            script.revision for script in ScriptDirectory.from_config(config).walk_revisions()
-        }:
+        config = _config(name)
+        config.attributes.update(connection=connection, version_table=version_table(name))
+        if before and before not in known_revisions(name):
             raise UnknownRevision(name, before)
         command.upgrade(config, "head")
         return before, _revision(connection, name)
+
+
+def known_revisions(name: str) -> list[str]:
+    """The revisions of a database's history that this version knows, oldest first."""
+    return [script.revision for script in ScriptDirectory.from_config(_config(name)).walk_revisions()][::-1]
+
+
+def _config(name: str) -> Config:
+    config = Config()
+    # Percent signs are Alembic's interpolation; a path may hold one.
+    config.set_main_option("script_location", str(Path(__file__).parent / name).replace("%", "%%"))
+    return config
 
 
 def version_table(name: str) -> str:
