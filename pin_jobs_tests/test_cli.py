@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+import uuid
 from importlib import metadata
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from click.testing import CliRunner
 
 from pin_jobs.cli import main
 from pin_jobs_tests.conftest import PREFIXES, ROLE_PASSWORD
-from pin_jobs_tests.factories import Messenger
+from pin_jobs_tests.factories import Messenger, a_ringing_call
 
 UNREACHABLE = "postgresql://u:s3cr3t@127.0.0.1:1/d"
 
@@ -133,6 +134,70 @@ class TestCheck:
         result = pin_jobs("check")
         assert result.exit_code == 1
         assert "MESSENGER_DATABASE_URL" in result.output
+
+
+class TestQuarantine:
+    @pytest.fixture
+    def poison(self, messenger, reap):
+        calls = messenger.add(*[a_ringing_call("10min", end_reason="Hangup") for _ in range(3)])
+        assert reap().poisoned == 3
+        return [str(call.id) for call in calls]
+
+    def test_list_of_nothing_says_so(self, pin_jobs, messenger):
+        result = pin_jobs("quarantine", "list", MESSENGER_DATABASE_URL=messenger.jobs_url)
+        assert (result.exit_code, result.output) == (0, "No call is in quarantine.\n")
+
+    def test_list_has_a_line_for_every_call_in_columns(self, pin_jobs, messenger, poison):
+        result = pin_jobs("quarantine", "list", MESSENGER_DATABASE_URL=messenger.jobs_url)
+        assert result.exit_code == 0
+        heading, *lines = result.output.splitlines()
+        assert heading.split("  ")[0] == "call"
+        assert sorted(line.split()[0] for line in lines) == sorted(poison)
+        column = heading.index("last error")
+        assert {line[column:] for line in lines} == {"it is Ringing but already has end_reason"}
+        assert {line[heading.index("attempts") :].split()[0] for line in lines} == {"1"}
+
+    def test_release_of_some_names_those_that_were_not_there_and_fails(self, pin_jobs, messenger, poison):
+        unknown = str(uuid.uuid4())
+        result = pin_jobs("quarantine", "release", poison[0], unknown, MESSENGER_DATABASE_URL=messenger.jobs_url)
+        assert result.exit_code == 1
+        assert result.output.splitlines() == [
+            "1 released; the next cycle takes it like any other.",
+            f"Error: not in quarantine: {unknown}",
+        ]
+        assert messenger.value("SELECT count(*) FROM pin_jobs.quarantined_calls") == 2
+
+    @pytest.mark.usefixtures("poison")
+    def test_release_of_all_says_how_many(self, pin_jobs, messenger):
+        result = pin_jobs("quarantine", "release", "--all", MESSENGER_DATABASE_URL=messenger.jobs_url)
+        assert (result.exit_code, result.output) == (0, "3 released; the next cycle takes them like any other.\n")
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            ((), "name the calls to release, or say --all"),
+            (("--all", "0b7b1c6e-0000-4000-8000-000000000001"), "name the calls to release, or say --all"),
+            (("not-an-id",), "'not-an-id' is not a valid UUID"),
+        ],
+    )
+    def test_release_of_nonsense_is_refused(self, pin_jobs, messenger, poison, arguments, words):
+        result = pin_jobs("quarantine", "release", *arguments, MESSENGER_DATABASE_URL=messenger.jobs_url)
+        assert result.exit_code == 2
+        assert words in result.output
+        assert messenger.value("SELECT count(*) FROM pin_jobs.quarantined_calls") == len(poison)
+
+    @pytest.mark.parametrize(
+        ("url", "words"),
+        [
+            (None, "Error: MESSENGER_DATABASE_URL is not set"),
+            (UNREACHABLE, "Error: the messenger database cannot be reached: "),
+        ],
+    )
+    def test_without_a_database_fails_in_one_line(self, pin_jobs, url, words):
+        result = pin_jobs("quarantine", "list", **({"MESSENGER_DATABASE_URL": url} if url else {}))
+        assert result.exit_code == 1
+        assert result.output.startswith(words)
+        assert "s3cr3t" not in result.output
 
 
 class TestTheProgram:

@@ -49,8 +49,8 @@ SELECT set_config('application_name', :application_name, true),
        to_regclass('pin_jobs.quarantined_calls') IS NOT NULL AS has_schema
 
 -- name: bound_statement
--- Before each further statement: what is left of the cycle's time, so that several short statements cannot add up to
--- more, on servers that know no transaction_timeout too.
+-- Before further statements, as time goes by: what is left of the cycle's time, so that several short statements cannot
+-- add up to more, on servers that know no transaction_timeout too.
 SELECT set_config('statement_timeout', :statement_timeout, true),
        set_config('idle_in_transaction_session_timeout', :idle_timeout, true)
 

@@ -83,6 +83,7 @@ class CycleTransaction:
         self._log = log
         self._started = time.monotonic()
         self._queries: Mapping[str, TextClause] = QUERIES
+        self._bounded_at: timedelta | None = None
         self._connection: Connection = self._open(application_name)
         self._transaction: RootTransaction | None = self._connection.get_transaction()
 
@@ -194,22 +195,32 @@ class CycleTransaction:
         # No other statement before it, not even our bounds: after an error the server takes nothing else.
         with clear_errors(DATABASE):
             self._connection.execute(QUERIES[query])
+        # The bounds are as they were at the savepoint.
+        self._bounded_at = None
 
     def _execute(self, statement: Any, parameters: Mapping[str, Any]) -> Sequence[RowMapping]:
         self._check_time()
-        bounds = {
-            # A millisecond more, so that our own check finds the time spent and names the option.
-            "statement_timeout": _milliseconds(self.time_left + timedelta(milliseconds=1)),
-            "idle_timeout": _milliseconds(self._options.lock_ttl - self.elapsed),
-        }
         try:
             with clear_errors(DATABASE):
-                self._connection.execute(QUERIES["bound_statement"], bounds)
+                self._bound()
                 result = self._connection.execute(statement, parameters)
                 return result.mappings().all() if result.returns_rows else ()
         except DatabaseRefused:
             self._check_time()
             raise
+
+    def _bound(self) -> None:
+        """Tell the server what is left of the cycle's time, unless it knows to a hundredth of all of it."""
+        elapsed = self.elapsed
+        if self._bounded_at is not None and elapsed - self._bounded_at < self._options.max_run_duration / 100:
+            return
+        bounds = {
+            # A millisecond more, so that our own check finds the time spent and names the option.
+            "statement_timeout": _milliseconds(self._options.max_run_duration - elapsed + timedelta(milliseconds=1)),
+            "idle_timeout": _milliseconds(self._options.lock_ttl - elapsed),
+        }
+        self._connection.execute(QUERIES["bound_statement"], bounds)
+        self._bounded_at = elapsed
 
     def _check_time(self) -> None:
         if self.elapsed >= self._options.max_run_duration:
