@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 from sqlalchemy import Connection, Engine, text
@@ -94,6 +95,12 @@ _INSERT = text(
 )
 
 
+@lru_cache(maxsize=64)
+def _engine_of_the_host(url: str) -> Engine:
+    # A new connection each time, but not also the questions that a new engine asks on its first.
+    return connect_to(parse_database_url(url, variable="URL of the test"), application_name="test")
+
+
 @dataclass(frozen=True)
 class Messenger:
     """A messenger database of one test, seen from outside: nothing here is what is being tested.
@@ -106,7 +113,7 @@ class Messenger:
 
     @property
     def engine(self) -> Engine:
-        return connect_to(parse_database_url(self.url, variable="URL of the test"), application_name="test")
+        return _engine_of_the_host(self.url)
 
     @property
     def jobs_engine(self) -> Engine:
