@@ -1,0 +1,88 @@
+"""A worker is killed, frozen or cut off at every point of a cycle in turn; one cycle later all is as it should be."""
+
+import queue
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from pin_jobs_tests.conftest import Server
+from pin_jobs_tests.factories import Messenger, a_ringing_call, an_answered_call
+from pin_jobs_tests.proxy import Side
+from pin_jobs_tests.scenarios.crashing import Crash, Fault, Point, Workers, Workload, points_of
+
+# Killed workers keep the machine busy; the others are waited for.
+AT_ONCE = {Fault.KILLED: 4, Fault.FROZEN: 24, Fault.CUT_OFF: 24}
+DUE = (
+    *(a_ringing_call(f"{50 + n}s") for n in range(3)),
+    *(an_answered_call("5h", "3h", media_type="Video") for _ in range(2)),
+)
+NOT_DUE = (a_ringing_call("-1h"), an_answered_call("5h", "1h"))
+# Every fault at every point of every workload: one more line here is all it takes.
+WORKLOADS = (
+    Workload(
+        "healthy calls, and one that contradicts itself", DUE, (*NOT_DUE, a_ringing_call("9min", end_reason="Hangup"))
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def workers() -> Workers:
+    return Workers()
+
+
+@pytest.fixture
+def databases(
+    server: Server, messenger_template: str, workload: Workload, fault: Fault
+) -> Iterator["queue.Queue[Messenger]"]:
+    """As many as workers may crash at once: each needs a run lock of its own."""
+    free: queue.Queue[Messenger] = queue.Queue()
+    with ExitStack() as stack:
+        for _ in range(AT_ONCE[fault]):
+            name = server.create(messenger_template)
+            stack.callback(server.drop, name)
+            messenger = server.messenger(name)
+            if workload.host_sql:
+                messenger.run(workload.host_sql)
+            free.put(messenger)
+        yield free
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", Fault, ids=lambda fault: fault.name.lower())
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
+def test_a_worker_that_stops_anywhere_leaves_nothing_half_done_and_nothing_behind(
+    workers: Workers,
+    databases: "queue.Queue[Messenger]",
+    workload: Workload,
+    fault: Fault,
+    measured: Callable[..., None],
+) -> None:
+    messenger = databases.get()
+    requests = Crash(messenger, workers, workload, fault).rehearse()
+    databases.put(messenger)
+    points = points_of(requests, fault)
+
+    def crash(point: Point) -> str | None:
+        messenger = databases.get()
+        try:
+            Crash(messenger, workers, workload, fault).at(point, is_committed=_is_committed(point, requests))
+        except AssertionError as error:
+            return f"{point}: {error}"
+        finally:
+            databases.put(messenger)
+        return None
+
+    with ThreadPoolExecutor(AT_ONCE[fault]) as pool:
+        failures = list(filter(None, pool.map(crash, points)))
+
+    measured(f"{fault.value}, {workload.name}", crash_points_tried=len(points), requests_of_a_cycle=len(requests))
+    assert not failures, f"{len(failures)} of {len(points)} points:\n" + "\n".join(failures)
+
+
+def _is_committed(point: Point, requests: list[str]) -> bool:
+    """Whether the server has got the last COMMIT by then, with nothing in its way."""
+    commit = max(number for number, statement in enumerate(requests) if statement == "COMMIT")
+    arrives = point.side is Side.AFTER or point.on_its_way
+    return point.hindrance is None and (point.request > commit or (point.request == commit and arrives))
