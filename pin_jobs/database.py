@@ -1,13 +1,14 @@
 """Engines for the databases of the host: one place for URLs, time limits and the translation of driver errors."""
 
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
-from typing import Any, Final
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, TypeVar
 
 import psycopg
-from psycopg.abc import Buffer
+from psycopg.abc import Buffer, PQGen
 from psycopg.types.datetime import TimestamptzLoader
 from sqlalchemy import URL, Engine, NullPool, create_engine, event, make_url
 from sqlalchemy.engine.interfaces import ExceptionContext
@@ -18,6 +19,7 @@ from pin_jobs.errors import PinJobsError
 # 0x50494E4A, "PINJ": the first half of every advisory lock key of ours.
 LOCK_NAMESPACE: Final = 1_346_981_450
 CONNECT_TIMEOUT_SECONDS: Final = 3
+_Answer = TypeVar("_Answer")
 _POSTGRES_SCHEMES: Final = frozenset({"postgres", "postgresql", "postgresql+psycopg", "postgresql+psycopg2"})
 
 
@@ -61,8 +63,11 @@ def parse_database_url(url: str, *, variable: str, driver: str = "postgresql+psy
     return parsed.set(drivername=driver)
 
 
-def connect_to(url: URL, *, application_name: str) -> Engine:
+def connect_to(url: URL, *, application_name: str, answer_timeout: timedelta | None = None) -> Engine:
     """An engine without a pool, so that a restarted server fails no later tick and nothing outlives its run.
+
+    `answer_timeout`: how long to wait for each answer of the server before the connection is given up. The server's own
+    limits are of no use when it is frozen, and the network's neither when its machine still answers for it.
 
     Sessions are read-write at READ COMMITTED whatever the role's defaults say, and prepare no statements, so that a
     transaction-pooling PgBouncer can stand in between. A statement that is interrupted in the worker (Terminate,
@@ -89,9 +94,52 @@ def connect_to(url: URL, *, application_name: str) -> Engine:
             "tcp_user_timeout": 30_000,
         },
     )
+    if answer_timeout is not None:
+        _give_up_after(engine, answer_timeout)
     event.listen(engine, "connect", _read_any_moment)
     event.listen(engine, "handle_error", _cancel_interrupted_statement)
     return engine
+
+
+class _NoAnswer(psycopg.OperationalError):
+    """The server keeps silent."""
+
+
+class _ImpatientConnection(psycopg.Connection[Any]):
+    """Closes itself when an answer takes longer than `answer_timeout`: what comes of the statement is not known."""
+
+    answer_timeout: timedelta | None = None
+
+    def wait(self, gen: PQGen[_Answer], *arguments: Any, **options: Any) -> _Answer:
+        if self.answer_timeout is not None:
+            gen = _bounded(gen, self.answer_timeout)
+        try:
+            return super().wait(gen, *arguments, **options)
+        except _NoAnswer:
+            self.close()
+            raise
+
+
+def _bounded(waiting: PQGen[_Answer], timeout: timedelta) -> PQGen[_Answer]:
+    """Passes on what the driver waits for, and looks at the time whenever it has waited for an interval in vain."""
+    give_up = time.monotonic() + timeout.total_seconds()
+    ready: Any = None
+    while True:
+        try:
+            wanted = waiting.send(ready)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]  # what the generator of the driver returns
+        ready = yield wanted
+        if not ready and time.monotonic() > give_up:
+            raise _NoAnswer(f"no answer for {timeout.total_seconds():g} s")
+
+
+def _give_up_after(engine: Engine, answer_timeout: timedelta) -> None:
+    @event.listens_for(engine, "do_connect")
+    def connect(_dialect: object, _record: object, arguments: list[Any], options: dict[str, Any]) -> object:
+        connection = _ImpatientConnection.connect(*arguments, **options)
+        connection.answer_timeout = answer_timeout
+        return connection
 
 
 class _BoundedTimestamptzLoader(TimestamptzLoader):

@@ -146,13 +146,13 @@ class Side(Enum):
 
 
 class Breakpoint(Proxy):
-    """Passes connections on, notes each request down, and holds everything up once, at the request of that number.
+    """Passes connections on, notes each request down, and holds one of them up: at a request, by number or first words.
 
     A request is what the server answers as one: connecting, a statement, BEGIN, COMMIT; and the client's good-bye,
     which it does not answer. Meanwhile both ends believe in a connection on which the other one is silent.
     """
 
-    def __init__(self, url: str, request: int | None = None, side: Side = Side.BEFORE) -> None:
+    def __init__(self, url: str, request: int | str | None = None, side: Side = Side.BEFORE) -> None:
         super().__init__(url)
         self.requests: list[str] = []
         self.reached = threading.Event()
@@ -170,7 +170,7 @@ class Breakpoint(Proxy):
         super().__exit__(*error)
 
     def hold_up(self) -> None:
-        """From now on nothing arrives, in either direction."""
+        """From now on nothing arrives on the connection of the last request, in either direction."""
         self.reached.set()
 
     def go_on(self) -> None:
@@ -194,12 +194,12 @@ class Breakpoint(Proxy):
                 if name and not self.reached.is_set():
                     self._client, self._server_end, self._held_up = client, server, data
                     self.requests.append(name)
-                    if len(self.requests) - 1 == self._request:
+                    if self._is_chosen(name):
                         if self._side is Side.AFTER:
                             self._answer_is_due.set()
                         else:
                             self.hold_up()
-                self._wait_while_held_up()
+                self._wait_while_held_up(client)
                 server.sendall(data)
         _close(server)
 
@@ -214,13 +214,18 @@ class Breakpoint(Proxy):
                     data, answer = answer, b""
                     self._answer_is_due.clear()
                     self.hold_up()
-                self._wait_while_held_up()
+                self._wait_while_held_up(client)
                 client.sendall(data)
-        self._wait_while_held_up()
+        self._wait_while_held_up(client)
         _close(client)
 
-    def _wait_while_held_up(self) -> None:
-        if self.reached.is_set():
+    def _is_chosen(self, name: str) -> bool:
+        if isinstance(self._request, str):
+            return name.startswith(self._request)
+        return len(self.requests) - 1 == self._request
+
+    def _wait_while_held_up(self, client: socket.socket) -> None:
+        if self.reached.is_set() and client is self._client:
             assert self._go_on.wait(_PATIENCE), "nobody let the network go on"
 
 

@@ -3,8 +3,9 @@ import socket
 import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from sqlalchemy import text
@@ -19,6 +20,7 @@ from pin_jobs.database import (
 )
 from pin_jobs.errors import PinJobsError
 from pin_jobs_tests.factories import a_ringing_call
+from pin_jobs_tests.proxy import Breakpoint, Side
 from pin_jobs_tests.waiting import wait_for
 
 FORM = (
@@ -244,6 +246,44 @@ class TestADatabaseThatCannotBeReached:
                 connection.execute(text("SELECT 1"))
         assert str(error.value).startswith("the messenger database ")
         assert "\n" not in str(error.value)
+
+
+class TestAServerThatFallsSilent:
+    """As a frozen one does, whose machine still answers for it."""
+
+    LIMIT = timedelta(seconds=0.4)
+
+    def work(self, url: str) -> None:
+        database = parse_database_url(url, variable="THE_VARIABLE")
+        engine = connect_to(database, application_name="test_database", answer_timeout=self.LIMIT)
+        with clear_errors("messenger"), engine.begin() as connection:
+            connection.execute(text("CREATE TEMPORARY TABLE t AS SELECT :n AS n"), {"n": 1})
+
+    def test_is_given_up_at_whichever_request_it_does(self, messenger):
+        with Breakpoint(messenger.url) as network:
+            self.work(network.url)
+        # The first is connecting, which has a limit of its own; the last one, the good-bye, needs no answer.
+        points = [(n, side) for n in range(1, len(network.requests) - 1) for side in Side]
+        assert any(network.requests[n] == "COMMIT" for n, _ in points)
+
+        def fall_silent(point):
+            with Breakpoint(messenger.url, *point) as network:
+                started = time.monotonic()
+                with pytest.raises(DatabaseUnavailable) as error:
+                    self.work(network.url)
+                assert time.monotonic() - started < 5
+            return str(error.value)
+
+        with ThreadPoolExecutor(8) as pool:
+            errors = set(pool.map(fall_silent, points))
+        assert errors == {"the messenger database cannot be reached: no answer for 0.4 s"}
+
+    def test_may_take_its_time_as_long_as_it_answers(self, messenger):
+        database = parse_database_url(messenger.url, variable="THE_VARIABLE")
+        engine = connect_to(database, application_name="test_database", answer_timeout=timedelta(seconds=20))
+        with engine.connect() as connection:
+            assert connection.scalar(text("SELECT pg_sleep(0.5) IS NOT NULL"))
+            assert connection.scalar(text("SELECT count(*) FROM generate_series(1, 100000)")) == 100_000
 
 
 class TestAnErrorOfTheDatabase:

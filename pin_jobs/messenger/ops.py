@@ -26,7 +26,15 @@ from dagster import (
 )
 
 from pin_jobs.errors import PinJobsError
-from pin_jobs.messenger.batch import Claim, CycleResult, ReapBatch, RunLockBusy, TransitionedBatch, moment
+from pin_jobs.messenger.batch import (
+    BACKFILL_PATIENCE,
+    Claim,
+    CycleResult,
+    ReapBatch,
+    RunLockBusy,
+    TransitionedBatch,
+    moment,
+)
 from pin_jobs.messenger.calls import Call, Phase, outbox_row
 from pin_jobs.messenger.isolation import Poison
 from pin_jobs.messenger.options import CallTimeoutReaperOptions
@@ -70,8 +78,10 @@ def reap_batch_resource(
             raise RuntimeError("reap_batch works inside a run only")
         database = cast(PostgresResource, context.resources.messenger_database)
         batch_size, is_dry_run = context.resource_config.get("batch_size"), context.resource_config["dry_run"]
+        # A server that is silent for that long has lost the batch, and the run would wait for it for ever.
+        answer_timeout = options.lock_ttl * (BACKFILL_PATIENCE if days else 1)
         batch = ReapBatch(
-            database.engine(run.job_name),
+            database.engine(run.job_name, answer_timeout=answer_timeout),
             # A number that a person gives is meant: no catching up beyond it.
             replace(options, batch_size=batch_size, catch_up_batch_size=batch_size) if batch_size else options,
             run_id=run.run_id,

@@ -31,6 +31,8 @@ DUE_TAG: Final = "pin_jobs/due"
 # The daemon looks at its sensors every five seconds; an interval one second short of a multiple hits the grid.
 _DAEMON_GRID: Final = timedelta(seconds=5)
 _PROBE_TIMEOUT_MS: Final = "3000"
+# For a server that cannot keep to its own limit, because it is frozen.
+_ANSWER_TIMEOUT: Final = timedelta(seconds=5)
 _WAITING: Final = (DagsterRunStatus.QUEUED,)
 _AT_WORK: Final = (
     DagsterRunStatus.NOT_STARTED,
@@ -115,7 +117,8 @@ def build_call_timeout_reaper_sensor(
     def call_timeout_reaper_sensor(
         context: SensorEvaluationContext, messenger_database: PostgresResource
     ) -> RunRequest | SkipReason:
-        probe = look_at_calls(messenger_database.engine(f"{job.name}_sensor"), options)
+        engine = messenger_database.engine(f"{job.name}_sensor", answer_timeout=_ANSWER_TIMEOUT)
+        probe = look_at_calls(engine, options)
         # Dagster's instance is the dearer question by far: only asked when the answer matters.
         unfinished = find_unfinished(context.instance, job.name, _location_name(context)) if probe.due else []
         return decide(probe, unfinished, options.lock_ttl, datetime.now(UTC))

@@ -1,4 +1,5 @@
 import logging
+from datetime import timedelta
 
 import pytest
 from dagster import DagsterInstance, EnvVar, TableMetadataValue
@@ -9,6 +10,7 @@ from pin_jobs.messenger.ops import LOCK_BUSY_TAG, LONGEST_TABLE
 from pin_jobs.messenger.options import CallTimeoutReaperOptions
 from pin_jobs.resources.postgres import PostgresResource
 from pin_jobs_tests.factories import a_ringing_call, an_answered_call
+from pin_jobs_tests.proxy import Breakpoint
 
 TAKE_RUN_LOCK = f"SELECT pg_advisory_xact_lock({LOCK_NAMESPACE}, {LIVE_CYCLE_LOCK})"
 
@@ -241,6 +243,16 @@ class TestAFailure:
         assert run.failed == {"claim"}
         assert "the messenger database cannot be reached" in run.errors[0]
         assert "s3cr3t" not in run.errors[0]
+
+    def test_of_the_database_to_go_on_answering_fails_the_run_after_lock_ttl(self, messenger, execute, monkeypatch):
+        messenger.add(a_ringing_call(age="46s"))
+        with Breakpoint(messenger.jobs_url, "UPDATE messenger.call_sessions") as network:
+            monkeypatch.setenv("MESSENGER_DATABASE_URL", network.url)
+            run = execute(lock_ttl=timedelta(seconds=2), max_run_duration=timedelta(seconds=1.9))
+        assert not run.success
+        assert run.failed == {"transition"}
+        assert "the messenger database cannot be reached: no answer for 2 s" in run.errors[0]
+        assert messenger.statuses() == {"Ringing": 1}
 
 
 def test_a_poison_call_is_logged_at_error_with_its_id(messenger, execute):

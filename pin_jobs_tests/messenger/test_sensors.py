@@ -38,6 +38,7 @@ from pin_jobs.messenger.sensors import (
 )
 from pin_jobs.resources.postgres import PostgresResource
 from pin_jobs_tests.factories import a_finished_call, a_ringing_call, an_answered_call
+from pin_jobs_tests.proxy import Breakpoint, Side
 
 NOW = datetime(2026, 1, 1, 12, 0, tzinfo=UTC)
 LOCK_TTL = timedelta(seconds=60)
@@ -376,6 +377,17 @@ class TestATick:
         assert message.startswith("the messenger database cannot be reached: ")
         assert "\n" not in message
         assert "s3cr3t" not in message
+
+    @pytest.mark.parametrize("side", Side, ids=lambda side: f"{side.value} the server looks")
+    def test_gives_a_server_up_that_falls_silent(self, messenger, tick, monkeypatch, side):
+        monkeypatch.setattr("pin_jobs.messenger.sensors._ANSWER_TIMEOUT", timedelta(seconds=0.5))
+        with Breakpoint(messenger.jobs_url, "SELECT clock_timestamp() AS now", side) as network:
+            monkeypatch.setenv("MESSENGER_DATABASE_URL", network.url)
+            started = time.monotonic()
+            with pytest.raises(DatabaseUnavailable, match=r"no answer for 0\.5 s$"):
+                tick()
+            assert network.reached.is_set()
+        assert time.monotonic() - started < 5
 
 
 class TestTheUnfinishedRuns:

@@ -17,7 +17,7 @@ from pin_jobs.messenger.batch import LIVE_CYCLE_LOCK, LOCK_NAMESPACE
 from pin_jobs.messenger.options import CallTimeoutReaperOptions
 from pin_jobs.messenger.transaction import QUERIES, CycleTooLong, CycleTransaction, OutcomeUnknown
 from pin_jobs_tests.factories import a_ringing_call
-from pin_jobs_tests.proxy import Cut, Proxy
+from pin_jobs_tests.proxy import Breakpoint, Cut, Proxy, Side
 from pin_jobs_tests.waiting import wait_for
 
 LOCK_CALLS = "LOCK TABLE messenger.call_sessions IN ACCESS EXCLUSIVE MODE"
@@ -332,6 +332,15 @@ class TestAnAnswerToCommitThatIsLost:
         assert messenger.statuses() == {"Missed": 1}
         assert len(messenger.outbox()) == 1
         assert "the answer to COMMIT was lost" in caplog.text
+        assert "but the cycle is committed" in caplog.text
+
+    def test_is_found_out_when_the_network_only_falls_silent(self, messenger, reap, caplog):
+        messenger.add(a_ringing_call(age="46s"))
+        with Breakpoint(messenger.jobs_url, "COMMIT", Side.AFTER) as network:
+            url = parse_database_url(network.url, variable="URL of the test")
+            assert reap(engine=connect_to(url, application_name="test", answer_timeout=seconds(0.5))).missed == 1
+            assert network.reached.is_set()
+        assert "no answer for 0.5 s" in caplog.text
         assert "but the cycle is committed" in caplog.text
 
     def test_is_found_out_when_it_was_not(self, messenger, new_batch, behind_proxy):

@@ -201,7 +201,8 @@ def _work(url: str, options: CallTimeoutReaperOptions, pipe: Connection) -> None
 
 
 def _run_cycle(url: str, options: CallTimeoutReaperOptions, run_id: str) -> tuple[str, str]:
-    engine = connect_to(parse_database_url(url, variable="URL of the test"), application_name="call_timeout_reaper")
+    database = parse_database_url(url, variable="URL of the test")
+    engine = connect_to(database, application_name="call_timeout_reaper", answer_timeout=options.lock_ttl)
     # What hundreds of cycles have to say would hide what one of them did wrong.
     silence = logging.Logger("crashing", level=logging.CRITICAL)
     batch = ReapBatch(engine, options, run_id=run_id, job_name="call_timeout_reaper", log=silence)
@@ -252,8 +253,6 @@ class Crash:
             if self._fault is Fault.FROZEN:
                 network.go_on()
                 worker.thaw()
-            elif self._fault is Fault.CUT_OFF:
-                network.hang_up()
             kind, said = worker.report()
         if self._fault is not Fault.KILLED:
             assert kind == ("committed" if is_committed else "failed"), f"the worker {kind}: {said}"
