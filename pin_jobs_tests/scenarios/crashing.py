@@ -26,7 +26,7 @@ from pin_jobs_tests.proxy import Breakpoint, Side
 from pin_jobs_tests.waiting import wait_for
 
 # Frozen workers are waited for: as short as a cycle on a machine that has other things to do allows.
-LOCK_TTL: Final = 2.5
+LOCK_TTL: Final = 3.0
 _PATIENCE: Final = 30.0
 # The session of a killed worker ends within two seconds; the rest is for a busy machine.
 _GONE_WITHIN: Final = 10.0
@@ -115,12 +115,15 @@ def points_of(requests: Sequence[str], fault: Fault) -> list[Point]:
     points = []
     for number, statement in enumerate(requests):
         before = Point(statement, number)
-        points.append(before)
+        # Where the request gets lost, or arrives although its sender is gone, matters to the server with COMMIT only.
+        decides = statement == "COMMIT"
+        if fault is not Fault.CUT_OFF or decides:
+            points.append(before)
+        if fault is Fault.KILLED and decides:
+            points.append(replace(before, on_its_way=True))
         # Nobody answers a good-bye.
         if number < len(requests) - 1:
             points.append(replace(before, side=Side.AFTER))
-        if fault is Fault.KILLED:
-            points.append(replace(before, on_its_way=True))
     return points + [Point(hindrance.statement, hindrance=hindrance) for hindrance in HINDRANCES]
 
 
@@ -131,7 +134,7 @@ class Workers:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["pytest", "sqlalchemy.dialects.postgresql.psycopg", __name__])
         self._one_at_a_time = threading.Lock()
-        # Workers on their way to their point; more would take one another's time, which is bounded.
+        # Workers on their way, and all that does not wait: more would take one another's time, which is bounded.
         self.few_at_once = threading.Semaphore(4)
 
     @contextmanager
@@ -236,20 +239,21 @@ class Crash:
 
     def at(self, point: Point, *, is_committed: bool) -> None:
         """`is_committed`: whether the worker's cycle is committed by then, or must not be any more."""
-        self._fill()
         network = Breakpoint(self._messenger.jobs_url, point.request, point.side)
         with ExitStack() as hindrance, network, ExitStack() as end:
-            hindrance.enter_context(self._hindered_by(point.hindrance))
             with self._workers.few_at_once:
+                self._fill()
+                hindrance.enter_context(self._hindered_by(point.hindrance))
                 worker = end.enter_context(self._start(network))
                 wait_for(lambda: self._is_at(point, network, worker), _PATIENCE, "the worker to come to this point")
             if point.request is not None:
                 assert network.requests[point.request] == point.statement, "this cycle is not the rehearsed one"
             self._strike(worker, network, point)
             hindrance.close()
-            kind, said = _run_cycle(self._messenger.jobs_url, self._options, _ONE_CYCLE_LATER)
-            assert kind == "committed", said
-            closed = self._check_what_is_closed(by=_WORKER if is_committed else _ONE_CYCLE_LATER)
+            with self._workers.few_at_once:
+                kind, said = _run_cycle(self._messenger.jobs_url, CallTimeoutReaperOptions(), _ONE_CYCLE_LATER)
+                assert kind == "committed", said
+                closed = self._check_what_is_closed(by=_WORKER if is_committed else _ONE_CYCLE_LATER)
             if self._fault is Fault.FROZEN:
                 network.go_on()
                 worker.thaw()
