@@ -85,7 +85,7 @@ class Server:
             self.run(f"DROP ROLE {name}")
 
 
-def _fast_folder() -> str | None:
+def fast_folder() -> str | None:
     """Where three hundred small files a test cost nothing: in memory, if there is plenty of it."""
     memory = Path("/dev/shm")
     with suppress(OSError):
@@ -105,7 +105,7 @@ def server() -> Iterator[Server]:
         server.drop_roles()
         return
     with (
-        tempfile.TemporaryDirectory(prefix="pin_jobs_tests_", dir=_fast_folder()) as folder,
+        tempfile.TemporaryDirectory(prefix="pin_jobs_tests_", dir=fast_folder()) as folder,
         EmbeddedPostgres(Path(folder) / "pg") as server,
     ):
         embedded = Server(server.url("postgres"))
@@ -116,20 +116,25 @@ def server() -> Iterator[Server]:
         yield embedded
 
 
-@pytest.fixture(scope="session")
-def messenger_template(server: Server) -> Iterator[str]:
+def create_messenger_template(server: Server) -> str:
+    """A messenger database that follows the contract, migrated, empty; the jobs have their own role in it."""
     server.drop(TEMPLATE)
     server.run(f"CREATE DATABASE {TEMPLATE}")
     create_messenger_tables(server.url(TEMPLATE))
     migrate_messenger(server.url(TEMPLATE))
     server.grant(TEMPLATE)
-    yield TEMPLATE
+    return TEMPLATE
+
+
+@pytest.fixture(scope="session")
+def messenger_template(server: Server) -> Iterator[str]:
+    yield create_messenger_template(server)
     server.drop(TEMPLATE)
 
 
 @pytest.fixture
 def messenger(server: Server, messenger_template: str) -> Iterator[Messenger]:
-    """A messenger database that follows the contract, migrated, empty; the jobs have their own role in it."""
+    """A messenger database of one test, copied from the template."""
     name = server.create(messenger_template)
     yield server.messenger(name)
     server.drop(name)

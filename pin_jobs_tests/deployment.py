@@ -1,7 +1,7 @@
-"""A Dagster deployment as a host runs it: our dagster.yaml and workspace.yaml, a web server, a daemon, PostgreSQL."""
+"""A Dagster deployment as a host runs it: a web server, a daemon, PostgreSQL; with our dagster.yaml or as guests."""
 
+import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -9,10 +9,12 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
+import psutil
 import pytest
 from dagster import DagsterInstance
 from sqlalchemy import make_url
@@ -103,13 +105,15 @@ class Dagster:
         with suppress(httpx.TransportError):
             state = self.ask(_READY)
             daemons = state["instance"]["daemonHealth"]["allDaemonStatuses"]
-            location = state["locationStatusesOrError"]["entries"]
-            return all(daemon["healthy"] for daemon in daemons if daemon["required"]) and bool(location)
+            locations = state["locationStatusesOrError"]["entries"]
+            is_loaded = bool(locations) and all(location["loadStatus"] == "LOADED" for location in locations)
+            return all(daemon["healthy"] for daemon in daemons if daemon["required"]) and is_loaded
         return False
 
-    def launch(self) -> str:
-        """Launch the reaper by hand; return the id of its run."""
-        answer = self.ask(_LAUNCH, parameters={"selector": {**LOCATION, "jobName": JOB}, "runConfigData": {}})
+    def launch(self, job: str = JOB, location: str = "pin_jobs") -> str:
+        """Launch the reaper, or another job, by hand; return the id of its run."""
+        selector = {**LOCATION, "repositoryLocationName": location, "jobName": job}
+        answer = self.ask(_LAUNCH, parameters={"selector": selector, "runConfigData": {}})
         assert answer["launchRun"]["__typename"] == "LaunchRunSuccess", answer
         return str(answer["launchRun"]["run"]["runId"])
 
@@ -149,27 +153,94 @@ class Dagster:
         (pid,) = {entry.get("text") or entry.get("intValue") for entry in entries if entry["label"] == "pid"}
         return int(pid)
 
-    def run_ids(self, *statuses: str) -> list[str]:
-        """Runs of the reaper, newest first."""
+    def run_ids(self, *statuses: str, job: str = JOB) -> list[str]:
+        """Runs of the reaper, or of another job, newest first."""
         chosen = {"statuses": list(statuses)} if statuses else {}
-        answer = self.ask(_RUNS, filter={"pipelineName": JOB, **chosen})
+        answer = self.ask(_RUNS, filter={"pipelineName": job, **chosen})
         return [run["runId"] for run in answer["runsOrError"]["results"]]
 
-    def ticks(self) -> list[dict[str, Any]]:
-        """Finished ticks of the sensor, newest first: status, timestamp, skipReason, runIds, error."""
-        answer = self.ask(_TICKS, sensor={**LOCATION, "sensorName": SENSOR})
+    def ticks(self, sensor: str = SENSOR, location: str = "pin_jobs") -> list[dict[str, Any]]:
+        """Finished ticks of the sensor, newest first: status, timestamp, endTimestamp, skipReason, runIds, error."""
+        selector = {**LOCATION, "repositoryLocationName": location, "sensorName": sensor}
+        answer = self.ask(_TICKS, sensor=selector)
         ticks = answer["sensorOrError"]["sensorState"]["ticks"]
         return [tick for tick in ticks if tick["status"] != "STARTED"]
+
+
+@dataclass(frozen=True)
+class Host:
+    """A deployment in which we are guests, our code location a server of its own.
+
+    `module` is the code location of the host's own; `settings` are added to our dagster.yaml.
+    """
+
+    module: str
+    settings: str
+
+
+class CodeServer:
+    """Our code location as a server of its own, which whoever supervises it starts again."""
+
+    def __init__(self, home: Path, environment: Mapping[str, str]) -> None:
+        self.port = _free_port()
+        self._home = home
+        self._environment = environment
+        self._starts = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ends = ExitStack()
+
+    def __enter__(self) -> "CodeServer":
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ends.close()
+
+    def start(self) -> None:
+        self._starts += 1
+        location = ["-m", "pin_jobs.definitions", "--location-name", "pin_jobs", "--host", "127.0.0.1"]
+        command = [program("dagster"), "code-server", "start", *location, "--port", str(self.port)]
+        log = self._home / f"code_server_{self._starts}.log"
+        self._process = self._ends.enter_context(running(command, log, self._environment))
+        wait_for(self._is_listening, STARTUP, "the code server to listen")
+
+    def kill(self) -> None:
+        """SIGKILL to itself and to the server below it that has the code loaded; its runs live on."""
+        assert self._process is not None
+        servers = [psutil.Process(self._process.pid)]
+        servers += [child for child in servers[0].children() if "grpc" in child.cmdline()]
+        assert len(servers) == 2, servers
+        for server in servers:
+            server.kill()
+        self._process.wait()
+
+    def _is_listening(self) -> bool:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
+            return True
+        return False
 
 
 class Deployment:
     """A web server and a daemon over one messenger database."""
 
-    def __init__(self, dagster: Dagster, messenger: Messenger, environment: Mapping[str, str], home: Path) -> None:
+    def __init__(
+        self,
+        dagster: Dagster,
+        messenger: Messenger,
+        environment: Mapping[str, str],
+        home: Path,
+        code_server: CodeServer | None,
+    ) -> None:
         self.dagster = dagster
         self.messenger = messenger
         self.environment = environment
         self.home = home
+        self._code_server = code_server
+
+    @property
+    def code_server(self) -> CodeServer:
+        assert self._code_server is not None, "this deployment loads our code location itself"
+        return self._code_server
 
     def log(self, name: str) -> str:
         return (self.home / f"{name}.log").read_text(errors="replace")
@@ -218,21 +289,31 @@ def dagster_records(home: Path, environment: Mapping[str, str]) -> Iterator[Dags
 
 @contextmanager
 def deployment(
-    config: pytest.Config, server: Server, messenger_template: str, *, password: str = "", **variables: str
+    config: pytest.Config,
+    server: Server,
+    messenger_template: str,
+    *,
+    messenger_server: Server | None = None,
+    host: Host | None = None,
+    password: str = "",
+    **variables: str,
 ) -> Iterator[Deployment]:
     """Start a web server and a daemon on databases of their own; end and drop everything afterwards.
 
-    `variables` are added to their environment; `password` goes into the URL of the messenger database.
+    `variables` are added to their environment; `password` goes into the URL of the messenger database. That one is
+    copied from the template, on `messenger_server` if there is one.
     """
     with ExitStack() as stack:
         # Short, because Dagster puts unix sockets below it.
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pin_jobs_dagster_")))
-        shutil.copy(REPOSITORY_ROOT / "dagster.yaml", home)
+        settings = (REPOSITORY_ROOT / "dagster.yaml").read_text()
+        (home / "dagster.yaml").write_text(settings + (host.settings if host else ""))
         (home / "tmp").mkdir()
-        dagster_database, messenger_database = server.create(), server.create(messenger_template)
+        messenger_server = messenger_server or server
+        dagster_database, messenger_database = server.create(), messenger_server.create(messenger_template)
         stack.callback(server.drop, dagster_database)
-        stack.callback(server.drop, messenger_database)
-        messenger = server.messenger(messenger_database)
+        stack.callback(messenger_server.drop, messenger_database)
+        messenger = messenger_server.messenger(messenger_database)
         environment = host_environment(
             DAGSTER_HOME=str(home),
             TMPDIR=str(home / "tmp"),
@@ -246,18 +327,22 @@ def deployment(
         reporter = _LogsOfFailures(home)
         config.pluginmanager.register(reporter)
         stack.callback(config.pluginmanager.unregister, reporter)
+        code_server = stack.enter_context(CodeServer(home, environment)) if host else None
+        workspace = _workspace(home, host, code_server)
         port = str(_free_port())
         commands = {
-            "webserver": ["dagster-webserver", "-w", "workspace.yaml", "-h", "127.0.0.1", "-p", port],
-            "daemon": ["dagster-daemon", "run", "-w", "workspace.yaml"],
+            "webserver": ["dagster-webserver", "-w", workspace, "-h", "127.0.0.1", "-p", port],
+            "daemon": ["dagster-daemon", "run", "-w", workspace],
         }
         processes = {
             name: stack.enter_context(running([program(command), *arguments], home / f"{name}.log", environment))
             for name, (command, *arguments) in commands.items()
         }
+        # All at once, before each is waited for.
+        stack.callback(lambda: [process.terminate() for process in processes.values()])
         dagster = Dagster(f"http://127.0.0.1:{port}")
         _wait_until_ready(dagster, processes, home)
-        yield Deployment(dagster, messenger, environment, home)
+        yield Deployment(dagster, messenger, environment, home, code_server)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -278,6 +363,17 @@ def _wait_until_ready(dagster: Dagster, processes: Mapping[str, subprocess.Popen
         for name in processes:
             error.add_note(f"--- {name}.log\n{(home / f'{name}.log').read_text(errors='replace')[-8000:]}")
         raise
+
+
+def _workspace(home: Path, host: Host | None, code_server: CodeServer | None) -> str:
+    if host is None or code_server is None:
+        return str(REPOSITORY_ROOT / "workspace.yaml")
+    ours = {"host": "127.0.0.1", "port": code_server.port, "location_name": "pin_jobs"}
+    theirs = {"module_name": host.module, "location_name": "host"}
+    path = home / "workspace.yaml"
+    # JSON is YAML.
+    path.write_text(json.dumps({"load_from": [{"grpc_server": ours}, {"python_module": theirs}]}))
+    return str(path)
 
 
 def _with_password(url: str, password: str) -> str:
@@ -337,7 +433,7 @@ _RUNS = """query ($filter: RunsFilter) {
 _TICKS = """query ($sensor: SensorSelector!) {
   sensorOrError(sensorSelector: $sensor) {
     ... on Sensor { sensorState { status ticks(limit: 100) {
-      status timestamp skipReason runIds error { message }
+      status timestamp endTimestamp skipReason runIds error { message cause { message } }
     } } }
   }
 }"""
