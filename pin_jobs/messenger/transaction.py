@@ -32,6 +32,8 @@ QUERIES_WITHOUT_SCHEMA: Final = {
     for name, sql in _SQL.items()
 }
 
+# Of max_run_duration: by how much the limits that the server was told of may be out of date.
+TOLERANCE = 0.01
 # How long a lost answer to COMMIT is asked after before we say that we do not know.
 _OUTCOME_PATIENCE: Final = timedelta(seconds=5)
 _OUTCOME_INTERVAL: Final = timedelta(milliseconds=200)
@@ -210,9 +212,9 @@ class CycleTransaction:
             raise
 
     def _bound(self) -> None:
-        """Tell the server what is left of the cycle's time, unless it knows to a hundredth of all of it."""
+        """Tell the server what is left of the cycle's time, unless it knows well enough."""
         elapsed = self.elapsed
-        if self._bounded_at is not None and elapsed - self._bounded_at < self._options.max_run_duration / 100:
+        if self._bounded_at is not None and elapsed - self._bounded_at < self._options.max_run_duration * TOLERANCE:
             return
         bounds = {
             # A millisecond more, so that our own check finds the time spent and names the option.
