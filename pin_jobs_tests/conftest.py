@@ -3,12 +3,16 @@
 import logging
 import os
 import shutil
+import signal
 import tempfile
+import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sqlalchemy import Engine, make_url
@@ -20,6 +24,7 @@ from pin_jobs.migrations import migrate_messenger
 from pin_jobs.sandbox.host_tables import create_messenger_tables
 from pin_jobs.sandbox.servers import EmbeddedPostgres
 from pin_jobs_tests.factories import Messenger
+from pin_jobs_tests.proxy import Proxy
 
 TEMPLATE = "messenger_template"
 REPOSITORY_ROOT = Path(__file__).parent.parent
@@ -190,6 +195,42 @@ def reap(new_batch: Callable[..., ReapBatch]) -> Callable[..., CycleResult | Run
         return batch.write_outbox(batch.transition(claim))
 
     return run
+
+
+@pytest.fixture
+def behind_proxy() -> Iterator[Callable[..., Engine]]:
+    """Makes engines whose connections go through a network that fails as it is told to."""
+    with ExitStack() as proxies:
+
+        def make(url: str, **faults: object) -> Engine:
+            proxy = proxies.enter_context(Proxy(url, **faults))  # type: ignore[arg-type]  # tests pass faults by name
+            return connect_to(parse_database_url(proxy.url, variable="URL of the test"), application_name="test")
+
+        yield make
+
+
+@pytest.fixture
+def frozen_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker whose clock stands still, as that of a suspended machine does: only the server's limits count."""
+    frozen_at = time.monotonic()
+    clock = SimpleNamespace(monotonic=lambda: frozen_at, sleep=time.sleep)
+    monkeypatch.setattr("pin_jobs.messenger.transaction.time", clock)
+
+
+class Interrupted(BaseException):
+    """What a run's process raises on Terminate, from a signal handler."""
+
+
+@pytest.fixture
+def interrupt_worker() -> Iterator[Callable[[], None]]:
+    """Interrupts the main thread, wherever it is."""
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    yield lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.fixture

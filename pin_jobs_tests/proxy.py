@@ -63,6 +63,10 @@ class Proxy:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Break all connections and take no more."""
         self._came_back.set()
         _close(self._listener)
         for end in self._open:

@@ -1,10 +1,7 @@
 import logging
-import signal
 import threading
 import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -16,9 +13,10 @@ from pin_jobs.database import DatabaseRefused, DatabaseUnavailable, connect_to, 
 from pin_jobs.messenger.batch import LIVE_CYCLE_LOCK, LOCK_NAMESPACE
 from pin_jobs.messenger.options import CallTimeoutReaperOptions
 from pin_jobs.messenger.transaction import QUERIES, CycleTooLong, CycleTransaction, OutcomeUnknown
+from pin_jobs_tests.conftest import Interrupted
 from pin_jobs_tests.factories import a_ringing_call
 from pin_jobs_tests.proxy import Breakpoint, Cut, Proxy, Side
-from pin_jobs_tests.waiting import wait_for
+from pin_jobs_tests.waiting import wait_for, when
 
 LOCK_CALLS = "LOCK TABLE messenger.call_sessions IN ACCESS EXCLUSIVE MODE"
 
@@ -63,29 +61,6 @@ def new_transaction(messenger):
         transaction.close()
 
 
-@pytest.fixture
-def frozen_worker(monkeypatch):
-    """A worker whose clock stands still, as that of a suspended machine does: only the server's limits count."""
-    frozen_at = time.monotonic()
-    clock = SimpleNamespace(monotonic=lambda: frozen_at, sleep=time.sleep)
-    monkeypatch.setattr("pin_jobs.messenger.transaction.time", clock)
-
-
-@pytest.fixture
-def behind_proxy():
-    """An engine whose connections go through a proxy."""
-    proxies = []
-
-    def make(url, **faults):
-        proxy = Proxy(url, **faults).__enter__()
-        proxies.append(proxy)
-        return connect_to(parse_database_url(proxy.url, variable="URL of the test"), application_name="test")
-
-    yield make
-    for proxy in proxies:
-        proxy.__exit__()
-
-
 def sessions(messenger):
     return messenger.rows(
         "SELECT * FROM pg_stat_activity WHERE datname = current_database() "
@@ -95,20 +70,6 @@ def sessions(messenger):
 
 def is_asleep(messenger):
     return [row for row in sessions(messenger) if row["wait_event"] == "PgSleep"]
-
-
-@contextmanager
-def when(condition, act):
-    """Acts, in a thread of its own, as soon as the condition holds."""
-
-    def watch():
-        wait_for(condition, timeout=5, what="the moment to act")
-        act()
-
-    with ThreadPoolExecutor(1) as pool:
-        watching = pool.submit(watch)
-        yield
-        watching.result()
 
 
 class TestTheBounds:
@@ -387,22 +348,6 @@ class TestAnOutcomeThatNobodyKnows:
             batch.write_outbox(transitioned)
         batch.close()
         assert "nothing of it was committed" not in caplog.text
-
-
-class Interrupted(BaseException):
-    """What a run's process raises on Terminate, from a signal handler."""
-
-
-@pytest.fixture
-def interrupt_worker():
-    """Interrupts the main thread, wherever it is."""
-
-    def interrupt(*_):
-        raise Interrupted
-
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    yield lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
-    signal.signal(signal.SIGUSR1, before)
 
 
 class TestAnInterruption:
