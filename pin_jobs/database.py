@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 import psycopg
 from psycopg.abc import Buffer, PQGen
 from psycopg.types.datetime import TimestamptzLoader
-from sqlalchemy import URL, Engine, NullPool, create_engine, event, make_url
+from sqlalchemy import URL, Connection, Engine, NullPool, create_engine, event, make_url
 from sqlalchemy.engine.interfaces import ExceptionContext
 from sqlalchemy.exc import ArgumentError, DBAPIError
 
@@ -19,6 +19,15 @@ from pin_jobs.errors import PinJobsError
 # 0x50494E4A, "PINJ": the first half of every advisory lock key of ours.
 LOCK_NAMESPACE: Final = 1_346_981_450
 CONNECT_TIMEOUT_SECONDS: Final = 3
+# The first statement of every transaction. A search_path that lists pg_catalog behind other schemas lets functions,
+# types and operators of theirs stand in for PostgreSQL's (another now(), another `=`): there, and only there,
+# pg_catalog goes to the front. The rest stays as it is, for triggers of the host may live by it. Until this has run any
+# name may be taken, so all of these are qualified, and there is no operator. true: as SET LOCAL.
+_PREFER_BUILT_INS: Final = """
+    SELECT pg_catalog.set_config('search_path', pg_catalog.concat('pg_catalog, ', path), true)
+      FROM pg_catalog.current_setting('search_path') AS path
+     WHERE pg_catalog.array_position(pg_catalog.current_schemas(false), 'pg_catalog') IS NOT NULL
+"""
 _Answer = TypeVar("_Answer")
 _POSTGRES_SCHEMES: Final = frozenset({"postgres", "postgresql", "postgresql+psycopg", "postgresql+psycopg2"})
 
@@ -69,9 +78,10 @@ def connect_to(url: URL, *, application_name: str, answer_timeout: timedelta | N
     `answer_timeout`: how long to wait for each answer of the server before the connection is given up. The server's own
     limits are of no use when it is frozen, and the network's neither when its machine still answers for it.
 
-    Sessions are read-write at READ COMMITTED whatever the role's defaults say, and prepare no statements, so that a
-    transaction-pooling PgBouncer can stand in between. A statement that is interrupted in the worker (Terminate,
-    SIGTERM) is cancelled on the server too, which would otherwise go on with it, locks and all.
+    Sessions are read-write at READ COMMITTED, and names that are not qualified mean what they do in PostgreSQL itself,
+    whatever the role's defaults say. They prepare no statements, so that a transaction-pooling PgBouncer can stand in
+    between. A statement that is interrupted in the worker (Terminate, SIGTERM) is cancelled on the server too, which
+    would otherwise go on with it, locks and all.
     """
     engine = create_engine(
         url,
@@ -97,6 +107,7 @@ def connect_to(url: URL, *, application_name: str, answer_timeout: timedelta | N
     if answer_timeout is not None:
         _give_up_after(engine, answer_timeout)
     event.listen(engine, "connect", _read_any_moment)
+    event.listen(engine, "begin", _prefer_built_ins)
     event.listen(engine, "handle_error", _cancel_interrupted_statement)
     return engine
 
@@ -159,6 +170,10 @@ class _BoundedTimestamptzLoader(TimestamptzLoader):
 
 def _read_any_moment(connection: psycopg.Connection[Any], _record: object) -> None:
     connection.adapters.register_loader("timestamptz", _BoundedTimestamptzLoader)
+
+
+def _prefer_built_ins(connection: Connection) -> None:
+    connection.exec_driver_sql(_PREFER_BUILT_INS)
 
 
 def _cancel_interrupted_statement(context: ExceptionContext) -> None:

@@ -112,6 +112,25 @@ class TestASession:
             ).one()
         assert tuple(shown) == ("read committed", "off", "test_database", "UTF8")
 
+    @pytest.mark.parametrize(
+        ("listed", "in_force"),
+        [
+            ("hostile, public, pg_catalog", "pg_catalog, hostile, public, pg_catalog"),
+            ('hostile, "$user", pg_temp', 'hostile, "$user", pg_temp'),
+            ("''", '""'),
+        ],
+    )
+    def test_means_the_built_ins_whatever_comes_first_in_the_search_path(self, messenger, engine, listed, in_force):
+        messenger.run("CREATE SCHEMA hostile")
+        messenger.run("CREATE FUNCTION hostile.now() RETURNS text LANGUAGE sql AS $$ SELECT 'an impostor' $$")
+        messenger.run(f"ALTER DATABASE {messenger.value('SELECT current_database()')} SET search_path = {listed}")
+        with engine.connect() as connection:
+            for _ in range(2):
+                with connection.begin():
+                    now, path = connection.execute(text("SELECT now(), current_setting('search_path')")).one()
+                assert isinstance(now, datetime)
+                assert path == in_force
+
     def test_ends_with_its_connection(self, messenger, engine):
         with engine.connect() as connection:
             pid = connection.scalar(text("SELECT pg_backend_pid()"))

@@ -1,5 +1,5 @@
 -- Every statement of the call timeout reaper. Binds are SQLAlchemy's (:name), casts are CAST(... AS ...).
--- Names are schema-qualified: a role's search_path decides nothing here.
+-- Names are schema-qualified or PostgreSQL's own (see connect_to): a role's search_path decides nothing here.
 
 -- name: probe
 -- For the sensor, outside any cycle: is anything due, and when will the next call be? One pass over the active calls
