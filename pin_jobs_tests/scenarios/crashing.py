@@ -98,9 +98,11 @@ def _trap(event: str, table: str, *, kind: str = "", when: str = "") -> str:
     """
 
 
+# Whoever only reads the table need not wait.
+LOCK_OUT_CLAIMS: Final = "LOCK TABLE messenger.call_sessions IN EXCLUSIVE MODE"
 # Of the statements of a cycle those that its host can make take long.
 HINDRANCES: Final = (
-    Hindrance("SELECT ... FOR UPDATE", sql="LOCK TABLE messenger.call_sessions IN ACCESS EXCLUSIVE MODE"),
+    Hindrance("SELECT ... FOR UPDATE", sql=LOCK_OUT_CLAIMS),
     Hindrance("UPDATE messenger.call_sessions", trap=_trap("BEFORE UPDATE", "messenger.call_sessions")),
     Hindrance("INSERT INTO messenger.realtime_outbox", trap=_trap("BEFORE INSERT", "messenger.realtime_outbox")),
     Hindrance("INSERT INTO pin_jobs.reaper_cycles", trap=_trap("BEFORE INSERT", "pin_jobs.reaper_cycles")),
@@ -196,7 +198,7 @@ def _work(url: str, options: CallTimeoutReaperOptions, pipe: Connection) -> None
     # Else how often the server is told what time is left would depend on the time, and so would the points.
     transaction.TOLERANCE = 1.0
     try:
-        report = _run_cycle(url, options, _WORKER)
+        report = run_cycle(url, options, _WORKER)
     except PinJobsError as error:
         report = "failed", str(error)
     except Exception as error:  # noqa: BLE001  # whatever it is, the test fails with it
@@ -206,7 +208,8 @@ def _work(url: str, options: CallTimeoutReaperOptions, pipe: Connection) -> None
         pipe.recv()
 
 
-def _run_cycle(url: str, options: CallTimeoutReaperOptions, run_id: str) -> tuple[str, str]:
+def run_cycle(url: str, options: CallTimeoutReaperOptions, run_id: str) -> tuple[str, str]:
+    """Run a cycle in this process; how it ended and what it said about that."""
     database = parse_database_url(url, variable="URL of the test")
     engine = connect_to(database, application_name="call_timeout_reaper", answer_timeout=options.lock_ttl)
     # What hundreds of cycles have to say would hide what one of them did wrong.
@@ -254,7 +257,7 @@ class Crash:
             self._strike(worker, network, point)
             hindrance.close()
             with self._workers.few_at_once:
-                kind, said = _run_cycle(self._messenger.jobs_url, CallTimeoutReaperOptions(), _ONE_CYCLE_LATER)
+                kind, said = run_cycle(self._messenger.jobs_url, CallTimeoutReaperOptions(), _ONE_CYCLE_LATER)
                 assert kind == "committed", said
                 closed = self._check_what_is_closed(by=_WORKER if is_committed else _ONE_CYCLE_LATER)
             if self._fault is Fault.FROZEN:

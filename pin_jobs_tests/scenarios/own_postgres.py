@@ -2,13 +2,15 @@
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+import psycopg
 
 from pin_jobs.sandbox.servers import EmbeddedPostgres
 from pin_jobs_tests.conftest import Server, create_messenger_template, fast_folder
+from pin_jobs_tests.waiting import wait_for
 
 
 class OwnPostgres(EmbeddedPostgres):
@@ -23,9 +25,25 @@ class OwnPostgres(EmbeddedPostgres):
         for process in self._oldest_first():
             process.resume()
 
-    def crash(self, pid: int) -> None:
+    def crash(self) -> None:
         """SIGKILL to the process of one session: the server ends all others too, and recovers."""
-        psutil.Process(pid).kill()
+        with self._connect() as victim, self._connect() as another:
+            psutil.Process(victim.info.backend_pid).kill()
+            wait_for(lambda: not self._answers(another), 30, "the server to have ended the other sessions")
+        wait_for(self._takes_connections, 30, "the server to have recovered")
+
+    def _connect(self) -> psycopg.Connection:
+        return psycopg.connect(self.url("postgres", driver=""), autocommit=True)
+
+    def _answers(self, connection: psycopg.Connection) -> bool:
+        with suppress(psycopg.OperationalError):
+            return bool(connection.execute("SELECT 1"))
+        return False
+
+    def _takes_connections(self) -> bool:
+        with suppress(psycopg.OperationalError), self._connect():
+            return True
+        return False
 
     def _oldest_first(self) -> list[psutil.Process]:
         return sorted(self._processes(), key=lambda process: process.create_time())

@@ -4,13 +4,26 @@ import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 
+from pin_jobs.messenger.options import CallTimeoutReaperOptions
 from pin_jobs_tests.conftest import Server
 from pin_jobs_tests.factories import Messenger, a_ringing_call, an_answered_call
 from pin_jobs_tests.proxy import Side
-from pin_jobs_tests.scenarios.crashing import Crash, Fault, Point, Workers, Workload, points_of
+from pin_jobs_tests.scenarios.crashing import (
+    LOCK_OUT_CLAIMS,
+    Crash,
+    Fault,
+    Point,
+    Workers,
+    Workload,
+    points_of,
+    run_cycle,
+)
+from pin_jobs_tests.waiting import wait_for
 
 # Killed workers keep the machine busy; the others are waited for meanwhile.
 AT_ONCE = {Fault.KILLED: 4, Fault.FROZEN: 24, Fault.CUT_OFF: 16}
@@ -76,6 +89,41 @@ def test_a_worker_that_stops_anywhere_leaves_nothing_half_done_and_nothing_behin
 
     measured(f"crash points tried, {workload.name}", **tried, requests_of_a_cycle=len(requests))
     assert not failures, f"{len(failures)} of {sum(tried.values())} points:\n" + "\n".join(failures)
+
+
+def test_a_worker_frozen_while_the_server_sends_to_it_is_ended_by_the_next_cycle(
+    workers: Workers, messenger: Messenger
+) -> None:
+    # More than the connection holds of what nobody reads: the server waits in a write, where none of its limits counts.
+    due = 5000
+    messenger.run(
+        "INSERT INTO messenger.call_sessions SELECT gen_random_uuid(), gen_random_uuid(), gen_random_uuid(), "
+        "'Audio', 'Ringing', NULL, now() - interval '1 hour', NULL, NULL, NULL, now() FROM generate_series(1, :n)",
+        n=due,
+    )
+    options = CallTimeoutReaperOptions(
+        batch_size=due, catch_up_batch_size=due, lock_ttl=timedelta(seconds=3), max_run_duration=timedelta(seconds=2.9)
+    )
+    session = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND usename <> current_user AND "
+    with workers.start(messenger.jobs_url, options) as worker:
+        with messenger.holding(LOCK_OUT_CLAIMS):
+            wait_for(lambda: messenger.rows(session + "wait_event_type = 'Lock'"), 10, "the worker to claim")
+            worker.freeze()
+        expired = "wait_event = 'ClientWrite' AND xact_start < clock_timestamp() - interval '3 s'"
+        wait_for(lambda: messenger.rows(session + expired), 10, "the server to wait for longer than lock_ttl")
+        assert messenger.locks()
+
+        kind, said = run_cycle(messenger.jobs_url, replace(options, batch_size=10, catch_up_batch_size=10), "next")
+
+        assert kind == "committed", said
+        worker.thaw()
+        kind, said = worker.report()
+    assert kind == "failed", said
+    assert "\n" not in said
+    assert messenger.statuses() == {"Missed": 10, "Ringing": due - 10}
+    assert len(messenger.outbox()) == 10
+    assert [cycle["run_id"] for cycle in messenger.cycles()] == ["next"]
+    assert messenger.locks() == []
 
 
 def _is_committed(point: Point, requests: list[str]) -> bool:
