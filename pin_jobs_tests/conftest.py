@@ -15,18 +15,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from redis import Redis
 from sqlalchemy import Engine, make_url
 
 from pin_jobs.database import connect_to, parse_database_url
 from pin_jobs.messenger.batch import CycleResult, ReapBatch, RunLockBusy
 from pin_jobs.messenger.options import CallTimeoutReaperOptions
 from pin_jobs.migrations import migrate_messenger
-from pin_jobs.sandbox.host_tables import create_messenger_tables
-from pin_jobs.sandbox.servers import EmbeddedPostgres
+from pin_jobs.sandbox.host_tables import create_chathouse_tables, create_messenger_tables
+from pin_jobs.sandbox.servers import EmbeddedPostgres, EmbeddedValkey
+from pin_jobs_tests.chathouse.factories_chathouse import Chathouse
 from pin_jobs_tests.factories import Messenger
 from pin_jobs_tests.proxy import Proxy
 
 TEMPLATE = "messenger_template"
+CHATHOUSE_TEMPLATE = "chathouse_template"
 REPOSITORY_ROOT = Path(__file__).parent.parent
 # The least-privilege role that the jobs run as in all tests, made by the file that hosts are given.
 GRANTS = (REPOSITORY_ROOT / "deploy/sql/grants.sql").read_text()
@@ -143,6 +146,41 @@ def messenger(server: Server, messenger_template: str) -> Iterator[Messenger]:
     name = server.create(messenger_template)
     yield server.messenger(name)
     server.drop(name)
+
+
+@pytest.fixture(scope="session")
+def chathouse_template(server: Server) -> Iterator[str]:
+    server.drop(CHATHOUSE_TEMPLATE)
+    server.run(f"CREATE DATABASE {CHATHOUSE_TEMPLATE}")
+    create_chathouse_tables(server.url(CHATHOUSE_TEMPLATE))
+    yield CHATHOUSE_TEMPLATE
+    server.drop(CHATHOUSE_TEMPLATE)
+
+
+@pytest.fixture
+def chathouse(server: Server, chathouse_template: str) -> Iterator[Chathouse]:
+    """A chathouse database that follows the contract, empty."""
+    name = server.create(chathouse_template)
+    yield Chathouse(server.url(name))
+    server.drop(name)
+
+
+@pytest.fixture(scope="session")
+def valkey_url() -> Iterator[str]:
+    """A Valkey for all tests; those that stop or break one start one of their own."""
+    with (
+        tempfile.TemporaryDirectory(prefix="pin_jobs_tests_", dir=fast_folder()) as folder,
+        EmbeddedValkey(Path(folder) / "valkey") as valkey,
+    ):
+        yield valkey.url
+
+
+@pytest.fixture
+def valkey(valkey_url: str) -> Iterator[Redis]:
+    """A client of that Valkey, which is empty; its URL is the fixture `valkey_url`."""
+    with Redis.from_url(valkey_url, decode_responses=True) as client:
+        client.flushall()
+        yield client
 
 
 @pytest.fixture

@@ -102,8 +102,8 @@ def _engine_of_the_host(url: str) -> Engine:
 
 
 @dataclass(frozen=True)
-class Messenger:
-    """A messenger database of one test, seen from outside: nothing here is what is being tested.
+class Database:
+    """A database of one test, seen from outside: nothing here is what is being tested.
 
     `url` is its owner's, who does what the host does; `jobs_url` that of the least-privilege role that the jobs run as.
     """
@@ -119,29 +119,6 @@ class Messenger:
     def jobs_engine(self) -> Engine:
         assert self.jobs_url, "this database has no role for the jobs"
         return connect_to(parse_database_url(self.jobs_url, variable="URL of the test"), application_name="test")
-
-    def add(self, *calls: StoredCall) -> Sequence[StoredCall]:
-        with self.engine.begin() as connection:
-            connection.execute(_INSERT, [vars(call) for call in calls])
-        return calls
-
-    def call(self, call: StoredCall) -> Mapping[str, Any]:
-        (row,) = self.rows("SELECT * FROM messenger.call_sessions WHERE id = :id", id=call.id)
-        return row
-
-    def status(self, call: StoredCall) -> str:
-        return str(self.call(call)["status"])
-
-    def statuses(self) -> dict[str, int]:
-        rows = self.rows("SELECT status, count(*) AS n FROM messenger.call_sessions GROUP BY status")
-        return {row["status"]: row["n"] for row in rows}
-
-    def outbox(self, call: StoredCall | None = None) -> Sequence[Mapping[str, Any]]:
-        rows = self.rows("SELECT * FROM messenger.realtime_outbox ORDER BY created_at, id")
-        return [row for row in rows if call is None or row["payload"]["callId"] == str(call.id)]
-
-    def cycles(self) -> Sequence[Mapping[str, Any]]:
-        return self.rows("SELECT * FROM pin_jobs.reaper_cycles ORDER BY as_of")
 
     def locks(self) -> Sequence[Mapping[str, Any]]:
         """Advisory locks, and row locks by way of the tables that a foreign session has locked."""
@@ -178,3 +155,30 @@ class Messenger:
             # It may have been ended from outside.
             with suppress(DBAPIError):
                 connection.close()
+
+
+class Messenger(Database):
+    """A messenger database of one test."""
+
+    def add(self, *calls: StoredCall) -> Sequence[StoredCall]:
+        with self.engine.begin() as connection:
+            connection.execute(_INSERT, [vars(call) for call in calls])
+        return calls
+
+    def call(self, call: StoredCall) -> Mapping[str, Any]:
+        (row,) = self.rows("SELECT * FROM messenger.call_sessions WHERE id = :id", id=call.id)
+        return row
+
+    def status(self, call: StoredCall) -> str:
+        return str(self.call(call)["status"])
+
+    def statuses(self) -> dict[str, int]:
+        rows = self.rows("SELECT status, count(*) AS n FROM messenger.call_sessions GROUP BY status")
+        return {row["status"]: row["n"] for row in rows}
+
+    def outbox(self, call: StoredCall | None = None) -> Sequence[Mapping[str, Any]]:
+        rows = self.rows("SELECT * FROM messenger.realtime_outbox ORDER BY created_at, id")
+        return [row for row in rows if call is None or row["payload"]["callId"] == str(call.id)]
+
+    def cycles(self) -> Sequence[Mapping[str, Any]]:
+        return self.rows("SELECT * FROM pin_jobs.reaper_cycles ORDER BY as_of")
