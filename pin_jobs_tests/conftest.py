@@ -22,6 +22,7 @@ from pin_jobs.database import connect_to, parse_database_url
 from pin_jobs.messenger.batch import CycleResult, ReapBatch, RunLockBusy
 from pin_jobs.messenger.options import CallTimeoutReaperOptions
 from pin_jobs.migrations import migrate_messenger
+from pin_jobs.sandbox.dialog_api import DialogApiServer, DialogsInMemory
 from pin_jobs.sandbox.host_tables import create_chathouse_tables, create_messenger_tables
 from pin_jobs.sandbox.servers import EmbeddedPostgres, EmbeddedValkey
 from pin_jobs_tests.chathouse.factories_chathouse import Chathouse
@@ -36,6 +37,7 @@ GRANTS = (REPOSITORY_ROOT / "deploy/sql/grants.sql").read_text()
 JOBS_ROLE = "pin_jobs_reaper"
 # Looked for in messages, where no password may ever appear.
 ROLE_PASSWORD = "s3cr3t-of-a-role"
+DIALOG_API_TOKEN = "s3cr3t-token-of-the-dialog-api"
 PREFIXES = (
     "MESSENGER_DATABASE_URL",
     "CHATHOUSE_DATABASE_URL",
@@ -181,6 +183,16 @@ def valkey(valkey_url: str) -> Iterator[Redis]:
     with Redis.from_url(valkey_url, decode_responses=True) as client:
         client.flushall()
         yield client
+
+
+@pytest.fixture
+def dialog_api() -> Iterator[DialogApiServer]:
+    """The sandbox's dialog API over HTTP, which behaves until it is told not to; all ladies of the factories are there.
+
+    Three mails are left in every dialog but those in `dialog_api.dialogs.limits`.
+    """
+    with DialogApiServer(DialogsInMemory(), DIALOG_API_TOKEN) as server:
+        yield server
 
 
 @pytest.fixture
