@@ -1,5 +1,6 @@
 """Connections and options from the environment, validated in one go. Errors name the variable and show no secret."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Self
@@ -13,6 +14,8 @@ MESSENGER_DATABASE_URL: Final = "MESSENGER_DATABASE_URL"
 CHATHOUSE_DATABASE_URL: Final = "CHATHOUSE_DATABASE_URL"
 REDIS_URL: Final = "REDIS_URL"
 DIALOG_API_URL: Final = "DIALOG_API_URL"
+DIALOG_API_TOKEN: Final = "DIALOG_API_TOKEN"  # noqa: S105  # the name of a variable
+DIALOG_API_ADAPTER: Final = "DIALOG_API_ADAPTER"
 SENSORS: Final = "PIN_JOBS_SENSORS"
 
 
@@ -53,6 +56,7 @@ class Settings:
                 parse_database_url(configured[name], variable=name)
         _check_url(configured, REDIS_URL, {"redis", "rediss", "unix"})
         _check_url(configured, DIALOG_API_URL, {"http", "https"})
+        _check_dialog_api(configured)
         if not {MESSENGER_DATABASE_URL, CHATHOUSE_DATABASE_URL} & configured.keys():
             raise NothingConfigured
         return cls(
@@ -68,6 +72,17 @@ def _sensors_run(configured: Mapping[str, str]) -> bool:
     if value not in {"running", "stopped"}:
         raise InvalidSetting(f"{SENSORS} is {value[:40]!r}; allowed is running or stopped")
     return value == "running"
+
+
+def _check_dialog_api(configured: Mapping[str, str]) -> None:
+    url = urlsplit(configured.get(DIALOG_API_URL, "").strip())
+    if "@" in url.netloc or url.query or url.fragment:
+        raise InvalidSetting(
+            f"{DIALOG_API_URL} holds more than host, port and path; the token belongs in {DIALOG_API_TOKEN}"
+        )
+    adapter = configured.get(DIALOG_API_ADAPTER, "").strip()
+    if adapter and not re.fullmatch(r"[\w.]+:\w+", adapter):
+        raise InvalidSetting(f"{DIALOG_API_ADAPTER} is {adapter[:80]!r}; its form is package.module:name")
 
 
 def _check_url(configured: Mapping[str, str], variable: str, schemes: set[str]) -> None:

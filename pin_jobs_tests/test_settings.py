@@ -79,6 +79,25 @@ def test_a_bad_address_of_the_dialog_api_is_refused_by_name_and_never_shown(valu
 
 
 @pytest.mark.parametrize(
+    "value", ["https://u:s3cr3t@h", "https://s3cr3t@h", "https://h/?key=s3cr3t", "https://h#s3cr3t"]
+)
+def test_an_address_of_the_dialog_api_that_holds_a_secret_is_refused_and_never_shown(value):
+    assert refusal(InvalidSetting, DIALOG_API_URL=value) == (
+        "DIALOG_API_URL holds more than host, port and path; the token belongs in DIALOG_API_TOKEN"
+    )
+
+
+@pytest.mark.parametrize("value", ["crm:Api", "crm.dialogs:make_api", ""])
+def test_an_adapter_is_named_by_module_and_name(value):
+    assert read(MESSENGER, DIALOG_API_ADAPTER=value).has_messenger
+
+
+@pytest.mark.parametrize("value", ["crm", "crm:", ":Api", "crm/dialogs:Api", "crm:Api()"])
+def test_an_adapter_of_another_form_is_refused(value):
+    assert "its form is package.module:name" in refusal(InvalidSetting, DIALOG_API_ADAPTER=value)
+
+
+@pytest.mark.parametrize(
     ("value", "run"),
     [(None, True), ("", True), ("running", True), ("Running ", True), ("stopped", False), (" STOPPED", False)],
 )
