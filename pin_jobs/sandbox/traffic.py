@@ -4,32 +4,19 @@ A pure planner says what happens to a call and when; a thin loop does it. A quar
 and now and then one is answered and both parties vanish: the work of the reaper's two phases.
 """
 
-import heapq
-import itertools
-import os
 import random
-import signal
 import sys
-import time
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import click
-from sqlalchemy import Engine, text
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy import Engine
 
-from pin_jobs.database import connect_to, parse_database_url
-from pin_jobs.errors import PinJobsError
-from pin_jobs.queries import load_queries
+from pin_jobs.sandbox.player import Player, Step, play
 
 SECONDS_BETWEEN_CALLS: Final = 1.5
 STALE_ANSWERED_SECONDS: Final = 2 * 3600
-RECONNECT_SECONDS: Final = 2.0
-_QUERIES: Final = {name: text(query) for name, query in load_queries(Path(__file__).with_name("traffic.sql")).items()}
 
 
 class Fate(StrEnum):
@@ -43,15 +30,6 @@ class Fate(StrEnum):
 
 
 _WEIGHTS: Final = {Fate.TALKED: 42, Fate.DECLINED: 14, Fate.GIVEN_UP: 14, Fate.FORGOTTEN: 26, Fate.VANISHED: 4}
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One statement of traffic.sql, due `delay` seconds after its call begins."""
-
-    delay: float
-    statement: str
-    parameters: Mapping[str, object]
 
 
 def plan_call(rng: random.Random, fate: Fate | None = None) -> list[Step]:
@@ -109,94 +87,26 @@ def _new_call(rng: random.Random) -> dict[str, object]:
     return {**call, "media_type": rng.choice(("Audio", "Video"))}
 
 
-class Traffic:
-    """Plays planned calls on a database. `speed` compresses time: at 100 a minute of plan takes 0.6 s."""
+class Traffic(Player):
+    """Plays calls on a database. `speed` compresses time: at 100 a minute of plan takes 0.6 s."""
 
     def __init__(self, engine: Engine, rng: random.Random, *, speed: float = 1.0) -> None:
-        self._engine = engine
+        super().__init__(engine, _Calls(rng), Path(__file__).with_name("traffic.sql"), speed=speed)
+
+
+class _Calls:
+    def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._speed = speed
-        self._numbers = itertools.count()
-        self._agenda: list[tuple[float, int, Step]] = []
 
-    def schedule(self, steps: list[Step], begin: float) -> None:
-        """Put the steps of a call on the agenda; `begin` is a moment of `time.monotonic()`, in seconds."""
-        for step in steps:
-            heapq.heappush(self._agenda, (begin + step.delay / self._speed, next(self._numbers), step))
+    def beginning(self, *, is_empty: bool) -> list[Step]:
+        return plan_history(self._rng) if is_empty else []
 
-    def run(self, stopped: Callable[[], bool], say: Callable[[str], None]) -> None:
-        """Play until `stopped()`; a database that goes away is waited for, with one line when it goes."""
-        next_call = time.monotonic()
-        prepared = away = False
-        while not stopped():
-            try:
-                if not prepared:
-                    self._prepare(time.monotonic())
-                    prepared = True
-                if time.monotonic() >= next_call:
-                    self.schedule(plan_call(self._rng), time.monotonic())
-                    next_call = time.monotonic() + self._rng.expovariate(self._speed / SECONDS_BETWEEN_CALLS)
-                self._play_due(time.monotonic())
-                away = False
-            except OperationalError as error:
-                if not away:
-                    say(f"the database is away ({_first_line(error)}); trying again")
-                away = True
-                _sleep(RECONNECT_SECONDS, stopped)
-                next_call = time.monotonic()
-            _sleep(min(0.2, 0.2 / self._speed), stopped)
+    def story(self) -> list[Step]:
+        return plan_call(self._rng)
 
-    def _prepare(self, now: float) -> None:
-        with self._engine.connect() as connection:
-            if connection.scalar(_QUERIES["is_empty"]):
-                self.schedule(plan_history(self._rng), now)
-
-    def _play_due(self, now: float) -> None:
-        due: list[tuple[float, int, Step]] = []
-        while self._agenda and self._agenda[0][0] <= now:
-            due.append(heapq.heappop(self._agenda))
-        if not due:
-            return
-        try:
-            with self._engine.begin() as connection:
-                for _, _, step in due:
-                    connection.execute(_QUERIES[step.statement], dict(step.parameters))
-        except DBAPIError:
-            # Nothing of it was committed; the steps are for the next attempt.
-            for entry in due:
-                heapq.heappush(self._agenda, entry)
-            raise
-
-
-def _first_line(error: DBAPIError) -> str:
-    return str(error.orig).strip().splitlines()[0]
-
-
-def _sleep(seconds: float, stopped: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + seconds
-    while not stopped() and (left := deadline - time.monotonic()) > 0:
-        time.sleep(min(left, 0.1))
-
-
-def main() -> int:
-    """Play traffic until SIGTERM or SIGINT; the exit code."""
-    stops: list[int] = []
-
-    def stop(number: int, _frame: Any) -> None:
-        stops.append(number)
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
-    variable = "MESSENGER_DATABASE_URL"
-    try:
-        url = parse_database_url(os.environ.get(variable, ""), variable=variable)
-        engine = connect_to(url, application_name="pin-jobs traffic")
-        Traffic(engine, random.Random()).run(lambda: bool(stops), lambda line: click.echo(line, err=True))  # noqa: S311  # calls to play with need no secrecy
-    except (PinJobsError, DBAPIError) as error:
-        click.echo(f"traffic: {_first_line(error) if isinstance(error, DBAPIError) else error}", err=True)
-        return 1
-    return 0
+    def seconds_to_next(self) -> float:
+        return self._rng.expovariate(1 / SECONDS_BETWEEN_CALLS)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(play("traffic", "MESSENGER_DATABASE_URL", lambda engine: Traffic(engine, random.Random())))  # noqa: S311  # calls to play with need no secrecy
