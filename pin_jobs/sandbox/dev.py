@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -22,17 +23,27 @@ from pin_jobs.sandbox.places import last_line, plain_path
 from pin_jobs.sandbox.processes import MARK, Child, end_marked_processes, stop_children
 from pin_jobs.sandbox.servers import EmbeddedPostgres, EmbeddedValkey
 from pin_jobs.sandbox.web import WebState, free_port, web_state
-from pin_jobs.settings import CHATHOUSE_DATABASE_URL, MESSENGER_DATABASE_URL, REDIS_URL, Settings
+from pin_jobs.settings import (
+    CHATHOUSE_DATABASE_URL,
+    DIALOG_API_ADAPTER,
+    DIALOG_API_TOKEN,
+    DIALOG_API_URL,
+    MESSENGER_DATABASE_URL,
+    REDIS_URL,
+    Settings,
+)
 
 Say = Callable[[str], None]
 
 _READY_SECONDS: Final = 90.0
+_DIALOG_API_PORT: Final = 3100
 _SCREEN: Final = """
   {url}
 
   Runs of the reaper   {url}/locations/pin_jobs/jobs/call_timeout_reaper/runs
   What starts them     {url}/locations/pin_jobs/sensors/call_timeout_reaper_sensor
   The calls, in SQL    {psql} '{database}' -c "SELECT status, count(*) FROM messenger.call_sessions GROUP BY 1"
+  The dialog API       {dialog_api}/sandbox/faults (POST a fault's name below it, DELETE ends it)
   Data and logs        {data} (remove it to begin anew), {logs}
 
   Ctrl-C stops everything."""
@@ -91,6 +102,7 @@ class _Sandbox:
         self._postgres = EmbeddedPostgres(folder.path / "postgres", say)
         self._valkey = EmbeddedValkey(folder.path / "valkey")
         self._code_socket = plain_path(folder.path) / "code_server.sock"
+        self._dialog_api_port = 0
         self._begun = time.time()
         self._environment: dict[str, str] = {}
         # In the order in which they are stopped.
@@ -128,6 +140,7 @@ class _Sandbox:
                 self._postgres.create_database(database)
         with self._step("Valkey"):
             self._valkey.start()
+        self._dialog_api_port = free_port(_DIALOG_API_PORT)
         self._environment = self._environment_of_children()
         Settings.from_environment(self._environment)
         port = self._choose_port(wanted_port)
@@ -138,7 +151,7 @@ class _Sandbox:
         with self._step("Dagster's web server and code server"):
             self._start_web(port)
             self._wait_for_web(port, lambda state: state.loaded, "The code location is not loaded")
-        with self._step("Dagster's daemon and the call traffic"):
+        with self._step("Dagster's daemon, calls and chats"):
             self._start_work()
             self._wait_for_web(port, lambda state: not state.missing_daemons, "Dagster's daemon does not run")
         self._show_screen(port)
@@ -154,7 +167,8 @@ class _Sandbox:
             *("dagster", "code-server", "start", "-m", "pin_jobs.definitions", "--location-name", "pin_jobs"),
             *("--socket", str(self._code_socket)),
         )
-        self._stages.append([code_server])
+        dialog_api = self._child("dialog API", "pin_jobs.sandbox.dialog_api", "--port", str(self._dialog_api_port))
+        self._stages.append([code_server, dialog_api])
         web = self._child(
             "web server",
             *("dagster_webserver", "--host", "127.0.0.1", "--port", str(port), "-w", str(self._folder.workspace)),
@@ -164,7 +178,8 @@ class _Sandbox:
     def _start_work(self) -> None:
         daemon = self._child("daemon", "dagster._daemon", "run", "-w", str(self._folder.workspace))
         self._stages[0].append(daemon)
-        self._stages.insert(0, [self._child("traffic", "pin_jobs.sandbox.traffic")])
+        traffic = self._child("traffic", "pin_jobs.sandbox.traffic")
+        self._stages.insert(0, [traffic, self._child("chats", "pin_jobs.sandbox.chats")])
 
     def _child(self, name: str, *module: str) -> Child:
         self._check_stop()
@@ -177,6 +192,9 @@ class _Sandbox:
             MESSENGER_DATABASE_URL: self._postgres.url("messenger"),
             CHATHOUSE_DATABASE_URL: self._postgres.url("chathouse"),
             REDIS_URL: self._valkey.url,
+            DIALOG_API_URL: f"http://127.0.0.1:{self._dialog_api_port}",
+            DIALOG_API_TOKEN: secrets.token_urlsafe(),
+            DIALOG_API_ADAPTER: "",
             "DAGSTER_HOME": str(self._folder.dagster_home),
             "DAGSTER_DATABASE_URL": self._postgres.url("dagster", driver="psycopg2"),
             # Else a code server waits a minute for calls that nobody will finish.
@@ -268,6 +286,7 @@ class _Sandbox:
                 url=f"http://127.0.0.1:{port}",
                 psql=shutil.which("psql") or self._postgres.psql,
                 database=self._postgres.url("messenger", driver=""),
+                dialog_api=self._environment[DIALOG_API_URL],
                 data=self._folder.path,
                 logs=self._folder.logs,
             )

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import psutil
 import psycopg
 import pytest
@@ -91,9 +92,30 @@ class Dev:
             with suppress(psutil.Error):
                 process.kill()
 
-    def query(self, sql: str) -> int:
-        url = f"postgresql://postgres@/messenger?host={self.data / 'postgres' / 'data'}"
-        with psycopg.connect(url) as connection:
+    def asks_about_a_dialog(self) -> int:
+        """As a run would, with what the code server has in its environment; the status."""
+        assert self.process is not None
+        [code_server] = [
+            child for child in psutil.Process(self.process.pid).children() if "code-server" in " ".join(child.cmdline())
+        ]
+        environment = code_server.environ()
+        one = "SELECT max(lady_db_id) FROM chathouse.dialogs"
+        man = f"SELECT man_ulid FROM chathouse.dialogs WHERE lady_db_id = ({one}) LIMIT 1"
+        lady = self.query(one, "chathouse")
+        with psycopg.connect(self.url("chathouse")) as connection:
+            [man_ulid] = connection.execute(man.encode()).fetchone() or [""]
+        response = httpx.get(
+            f"{environment['DIALOG_API_URL']}/dialogs/lady-{lady}/{man_ulid}/messages",
+            headers={"Authorization": f"Bearer {environment['DIALOG_API_TOKEN']}"},
+            trust_env=False,
+        )
+        return response.status_code
+
+    def url(self, database: str) -> str:
+        return f"postgresql://postgres@/{database}?host={self.data / 'postgres' / 'data'}"
+
+    def query(self, sql: str, database: str = "messenger") -> int:
+        with psycopg.connect(self.url(database)) as connection:
             row = connection.execute(sql.encode()).fetchone()
             assert row is not None
             return int(row[0])
@@ -117,6 +139,9 @@ def test_calls_are_reaped_and_sigterm_leaves_no_process(dev: Dev) -> None:
     missed += "ON o.payload ->> 'callId' = c.id::text WHERE c.status = "
     wait_for(lambda: dev.query(missed + "'Missed'") >= 10, 60, "missed calls with their outbox rows")
     wait_for(lambda: dev.query(missed + "'Failed'") >= 3, 60, "failed calls with their outbox rows")
+    chats = "SELECT count(*) FROM chathouse.chat_activity WHERE happened_at < now() - interval '10 minutes'"
+    wait_for(lambda: dev.query(chats, "chathouse") >= 10, 20, "chats that wait for a mail")
+    wait_for(lambda: dev.asks_about_a_dialog() == 200, 20, "the dialog API to answer")
     dev.signal(signal.SIGTERM)
     assert dev.exit_code() == 0
     assert dev.left_behind() == []
