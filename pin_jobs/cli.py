@@ -15,7 +15,7 @@ from pin_jobs.messenger.check import check_messenger
 from pin_jobs.messenger.contract import Finding, Severity
 from pin_jobs.messenger.options import CallTimeoutReaperOptions
 from pin_jobs.messenger.quarantine import list_quarantine, release_from_quarantine
-from pin_jobs.migrations import known_revisions, migrate_messenger
+from pin_jobs.migrations import known_revisions, migrate_chathouse, migrate_messenger
 from pin_jobs.settings import CHATHOUSE_DATABASE_URL, MESSENGER_DATABASE_URL, NothingConfigured
 
 
@@ -64,14 +64,16 @@ def migrate() -> None:
     urls = {name: os.environ.get(name, "").strip() for name in (MESSENGER_DATABASE_URL, CHATHOUSE_DATABASE_URL)}
     if not any(urls.values()):
         raise NothingConfigured
-    if url := urls[MESSENGER_DATABASE_URL]:
-        before, after = migrate_messenger(url)
-        done = f"at {after}, nothing to do" if before == after else f"{before or 'no schema'} -> {after}"
-        click.echo(f"messenger: {done}")
-    else:
-        click.echo(f"messenger: left out, {MESSENGER_DATABASE_URL} is not set")
-    if urls[CHATHOUSE_DATABASE_URL]:
-        click.echo("chathouse: nothing to do, pin_jobs keeps nothing there yet")
+    for name, variable, upgrade in (
+        ("messenger", MESSENGER_DATABASE_URL, migrate_messenger),
+        ("chathouse", CHATHOUSE_DATABASE_URL, migrate_chathouse),
+    ):
+        if url := urls[variable]:
+            before, after = upgrade(url)
+            done = f"at {after}, nothing to do" if before == after else f"{before or 'no schema'} -> {after}"
+            click.echo(f"{name}: {done}")
+        else:
+            click.echo(f"{name}: left out, {variable} is not set")
 
 
 @main.command()

@@ -1,11 +1,12 @@
 """Connections and options from the environment, validated in one go. Errors name the variable and show no secret."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 from urllib.parse import urlsplit
 
+from pin_jobs.chathouse.options import PostChatMailOptions
 from pin_jobs.database import parse_database_url
 from pin_jobs.errors import PinJobsError
 from pin_jobs.messenger.options import CallTimeoutReaperOptions
@@ -41,6 +42,8 @@ class Settings:
     has_chathouse: bool
     sensors_run: bool
     call_timeout_reaper: CallTimeoutReaperOptions
+    post_chat_mail: PostChatMailOptions
+    has_own_dialog_api: bool
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Self:
@@ -57,6 +60,9 @@ class Settings:
         _check_url(configured, REDIS_URL, {"redis", "rediss", "unix"})
         _check_url(configured, DIALOG_API_URL, {"http", "https"})
         _check_dialog_api(configured)
+        if CHATHOUSE_DATABASE_URL in configured:
+            dialog_api = () if DIALOG_API_ADAPTER in configured else (DIALOG_API_URL, DIALOG_API_TOKEN)
+            _require(configured, (REDIS_URL, *dialog_api))
         if not {MESSENGER_DATABASE_URL, CHATHOUSE_DATABASE_URL} & configured.keys():
             raise NothingConfigured
         return cls(
@@ -64,7 +70,14 @@ class Settings:
             has_chathouse=CHATHOUSE_DATABASE_URL in configured,
             sensors_run=_sensors_run(configured),
             call_timeout_reaper=CallTimeoutReaperOptions.from_environment(environ),
+            post_chat_mail=PostChatMailOptions.from_environment(environ),
+            has_own_dialog_api=DIALOG_API_ADAPTER in configured,
         )
+
+
+def _require(configured: Mapping[str, str], variables: Sequence[str]) -> None:
+    if missing := [variable for variable in variables if variable not in configured]:
+        raise InvalidSetting(f"{CHATHOUSE_DATABASE_URL} is set, and post_chat_mail needs {', '.join(missing)} too")
 
 
 def _sensors_run(configured: Mapping[str, str]) -> bool:

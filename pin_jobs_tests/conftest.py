@@ -21,7 +21,7 @@ from sqlalchemy import Engine, make_url
 from pin_jobs.database import connect_to, parse_database_url
 from pin_jobs.messenger.batch import CycleResult, ReapBatch, RunLockBusy
 from pin_jobs.messenger.options import CallTimeoutReaperOptions
-from pin_jobs.migrations import migrate_messenger
+from pin_jobs.migrations import migrate_chathouse, migrate_messenger
 from pin_jobs.sandbox.dialog_api import DialogApiServer, DialogsInMemory
 from pin_jobs.sandbox.host_tables import create_chathouse_tables, create_messenger_tables
 from pin_jobs.sandbox.servers import EmbeddedPostgres, EmbeddedValkey
@@ -35,6 +35,8 @@ REPOSITORY_ROOT = Path(__file__).parent.parent
 # The least-privilege role that the jobs run as in all tests, made by the file that hosts are given.
 GRANTS = (REPOSITORY_ROOT / "deploy/sql/grants.sql").read_text()
 JOBS_ROLE = "pin_jobs_reaper"
+CHATHOUSE_GRANTS = (REPOSITORY_ROOT / "deploy/sql/grants_chathouse.sql").read_text()
+CHATHOUSE_ROLE = "pin_jobs_post_chat_mail"
 # Looked for in messages, where no password may ever appear.
 ROLE_PASSWORD = "s3cr3t-of-a-role"
 DIALOG_API_TOKEN = "s3cr3t-token-of-the-dialog-api"
@@ -81,10 +83,10 @@ class Server:
         self._roles.append(name)
         return name
 
-    def grant(self, database: str) -> None:
-        """Make the jobs' role, if it is missing, and give it in this database what grants.sql does."""
-        self.run(GRANTS.replace("%", "%%"), database=database)
-        self.run(f"ALTER ROLE {JOBS_ROLE} PASSWORD '{ROLE_PASSWORD}'")
+    def grant(self, database: str, *, grants: str = GRANTS, role: str = JOBS_ROLE) -> None:
+        """Make the jobs' role, if it is missing, and give it in this database what the file of grants does."""
+        self.run(grants.replace("%", "%%"), database=database)
+        self.run(f"ALTER ROLE {role} PASSWORD '{ROLE_PASSWORD}'")
 
     def messenger(self, database: str) -> Messenger:
         """A database that `grant` was run in, or one copied from such a one."""
@@ -109,9 +111,9 @@ def server() -> Iterator[Server]:
     """The embedded server, or the one at PIN_JOBS_TEST_POSTGRES_URL (a superuser's), for other versions."""
     if url := os.environ.get("PIN_JOBS_TEST_POSTGRES_URL"):
         server = Server(url)
-        server.run(f"DROP ROLE IF EXISTS {JOBS_ROLE}")
+        server.run(f"DROP ROLE IF EXISTS {JOBS_ROLE}, {CHATHOUSE_ROLE}")
         yield server
-        server.run(f"DROP ROLE IF EXISTS {JOBS_ROLE}")
+        server.run(f"DROP ROLE IF EXISTS {JOBS_ROLE}, {CHATHOUSE_ROLE}")
         server.drop_roles()
         return
     with (
@@ -155,6 +157,8 @@ def chathouse_template(server: Server) -> Iterator[str]:
     server.drop(CHATHOUSE_TEMPLATE)
     server.run(f"CREATE DATABASE {CHATHOUSE_TEMPLATE}")
     create_chathouse_tables(server.url(CHATHOUSE_TEMPLATE))
+    migrate_chathouse(server.url(CHATHOUSE_TEMPLATE))
+    server.grant(CHATHOUSE_TEMPLATE, grants=CHATHOUSE_GRANTS, role=CHATHOUSE_ROLE)
     yield CHATHOUSE_TEMPLATE
     server.drop(CHATHOUSE_TEMPLATE)
 
@@ -163,7 +167,7 @@ def chathouse_template(server: Server) -> Iterator[str]:
 def chathouse(server: Server, chathouse_template: str) -> Iterator[Chathouse]:
     """A chathouse database that follows the contract, empty."""
     name = server.create(chathouse_template)
-    yield Chathouse(server.url(name))
+    yield Chathouse(server.url(name), server.url(name, role=CHATHOUSE_ROLE))
     server.drop(name)
 
 

@@ -28,6 +28,14 @@ def environment(pin_jobs_environment, monkeypatch):
     return environment
 
 
+CHATHOUSE = {
+    "CHATHOUSE_DATABASE_URL": "postgresql://h/d",
+    "REDIS_URL": "redis://h",
+    "DIALOG_API_URL": "https://h",
+    "DIALOG_API_TOKEN": "t",
+}
+
+
 @pytest.fixture
 def build_definitions(environment):
     assert environment
@@ -46,13 +54,24 @@ def test_with_the_messenger_database_the_reaper_is_there(build_definitions, envi
 def test_without_it_the_reaper_is_left_out_with_a_word(build_definitions, caplog):
     logging.getLogger("dagster").addHandler(caplog.handler)
     try:
-        repository = build_definitions({"CHATHOUSE_DATABASE_URL": "postgresql://h/d"}).get_repository_def()
+        repository = build_definitions(CHATHOUSE).get_repository_def()
     finally:
         logging.getLogger("dagster").removeHandler(caplog.handler)
     assert not repository.has_job("call_timeout_reaper")
-    assert repository.sensor_defs == []
+    assert {job.name for job in repository.get_all_jobs()} >= {"post_chat_mail", "post_chat_mail_backfill"}
+    assert [sensor.name for sensor in repository.sensor_defs] == ["post_chat_mail_sensor"]
     assert "call_timeout_reaper is left out: MESSENGER_DATABASE_URL is not set" in caplog.text
-    assert "nothing is loaded for CHATHOUSE_DATABASE_URL" in caplog.text
+
+
+def test_with_both_databases_all_four_jobs_are_there(build_definitions, environment):
+    repository = build_definitions({**environment, **CHATHOUSE}).get_repository_def()
+    assert {job.name for job in repository.get_all_jobs() if not job.name.startswith("__")} == {
+        "call_timeout_reaper",
+        "call_timeout_reaper_backfill",
+        "post_chat_mail",
+        "post_chat_mail_backfill",
+    }
+    assert len(repository.sensor_defs) == 2
 
 
 def test_sensors_may_start_stopped(build_definitions, environment):

@@ -9,7 +9,12 @@ from pin_jobs.options import InvalidOption
 from pin_jobs.settings import InvalidSetting, NothingConfigured, Settings
 
 MESSENGER = {"MESSENGER_DATABASE_URL": "postgresql://u:s3cr3t@h/messenger"}
-CHATHOUSE = {"CHATHOUSE_DATABASE_URL": "postgresql://u:s3cr3t@h/chathouse"}
+CHATHOUSE = {
+    "CHATHOUSE_DATABASE_URL": "postgresql://u:s3cr3t@h/chathouse",
+    "REDIS_URL": "redis://:s3cr3t@h",
+    "DIALOG_API_URL": "https://h",
+    "DIALOG_API_TOKEN": "s3cr3t",
+}
 
 
 def read(*parts: dict[str, str], **variables: str) -> Settings:
@@ -44,6 +49,24 @@ def test_nothing_configured_is_one_error_that_names_both_variables(empty):
     assert "MESSENGER_DATABASE_URL" in str(error.value)
     assert "CHATHOUSE_DATABASE_URL" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("missing", ["REDIS_URL", "DIALOG_API_URL", "DIALOG_API_TOKEN"])
+def test_the_chathouse_needs_the_rest_too(missing):
+    with pytest.raises(
+        InvalidSetting, match=rf"CHATHOUSE_DATABASE_URL is set, and post_chat_mail needs {missing} too$"
+    ):
+        read(CHATHOUSE, **{missing: ""})
+
+
+def test_a_host_with_an_adapter_of_its_own_needs_no_dialog_api():
+    environ = {name: value for name, value in CHATHOUSE.items() if not name.startswith("DIALOG_API")}
+    assert read(environ, DIALOG_API_ADAPTER="our_crm.mails:Crm").has_own_dialog_api
+
+
+def test_an_option_of_the_post_chat_mail_out_of_its_range_is_refused():
+    words = refusal(InvalidOption, POST_CHAT_MAIL_SENSOR_SHARDS="0")
+    assert words == "POST_CHAT_MAIL_SENSOR_SHARDS is 0; allowed is 1 to 64"
 
 
 def test_an_empty_url_counts_as_not_set():

@@ -37,6 +37,15 @@ def migrate_messenger(url: str) -> tuple[str | None, str | None]:
     return _migrate("messenger", url, variable="MESSENGER_DATABASE_URL")
 
 
+def migrate_chathouse(url: str) -> tuple[str | None, str | None]:
+    """The same for the chathouse database, which may be the same one.
+
+    Raises:
+        InvalidDatabaseUrl, DatabaseUnavailable, DatabaseRefused, UnknownRevision: the message names the database.
+    """
+    return _migrate("chathouse", url, variable="CHATHOUSE_DATABASE_URL")
+
+
 def _migrate(name: str, url: str, *, variable: str) -> tuple[str | None, str | None]:
     engine = connect_to(parse_database_url(url, variable=variable), application_name="pin-jobs migrate")
     with clear_errors(name), engine.begin() as connection:
