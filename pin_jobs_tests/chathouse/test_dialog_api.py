@@ -1,19 +1,18 @@
 """Asking for many dialogs at once; the APIs here are what a host's adapter is: a class with one method."""
 
 import logging
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 
 from pin_jobs.chathouse.dialog_api import DialogId, MailLimit, MailLimitAnswer, StageBounds, ask_all
+from pin_jobs_tests.conftest import Interrupted
 from pin_jobs_tests.waiting import wait_for
 
 LOG = logging.getLogger("pin_jobs_tests")
@@ -194,39 +193,19 @@ def test_a_short_pause_is_kept_to_the_end_and_then_the_rest_is_asked_for() -> No
     assert third - second >= pause.total_seconds()
 
 
-class Interrupted(BaseException):
-    """As Dagster's Terminate comes: no Exception, raised by a signal's handler in the main thread."""
+def test_an_interruption_leaves_at_once_and_starts_no_further_request(interrupt_worker: Callable[[], None]) -> None:
+    over, all_four = threading.Event(), threading.Barrier(4)
 
+    def answer(_: DialogId) -> MailLimitAnswer:
+        if all_four.wait(10) == 0:
+            interrupt_worker()
+        over.wait(60)
+        return ALLOWED
 
-@contextmanager
-def interruptible() -> Iterator[Callable[[], None]]:
-    """Gives what interrupts the main thread when it is called in another one."""
-
-    def interrupt(*_: object) -> None:
-        raise Interrupted
-
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    try:
-        yield lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
-def test_an_interruption_leaves_at_once_and_starts_no_further_request() -> None:
-    over, last_of_four = threading.Event(), threading.Barrier(4)
-
-    with interruptible() as interrupt:
-
-        def answer(_: DialogId) -> MailLimitAnswer:
-            if last_of_four.wait(10) == 0:
-                interrupt()
-            over.wait(60)
-            return ALLOWED
-
-        api = Api(answer)
-        begun = time.monotonic()
-        with pytest.raises(Interrupted):
-            ask(api, some_dialogs(50), within(30, concurrency=4))
+    api = Api(answer)
+    begun = time.monotonic()
+    with pytest.raises(Interrupted):
+        ask(api, some_dialogs(50), within(30, concurrency=4))
     assert time.monotonic() - begun < 10
     over.set()
     wait_for(no_threads, 5, "the threads to end")

@@ -1,8 +1,12 @@
+import re
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from dagster import Definitions, EnvVar, ResourceParam, job, op
@@ -14,7 +18,7 @@ from pin_jobs.chathouse.http_dialog_api import InvalidDialogApi
 from pin_jobs.resources.dialog_api import DialogApiResource, InvalidAdapter
 from pin_jobs.resources.redis import RedisResource
 from pin_jobs.sandbox.dialog_api import FAULTS, DialogApiServer
-from pin_jobs_tests.conftest import DIALOG_API_TOKEN
+from pin_jobs_tests.conftest import DIALOG_API_TOKEN, REPOSITORY_ROOT
 from pin_jobs_tests.resources import adapters
 
 MAN = "01HZX3V7Q8R2M4N6P8S0T2W4Y6"
@@ -149,3 +153,55 @@ def test_importing_the_resources_imports_neither_httpx_nor_redis() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+class TestTheExampleOfTheDocumentation:
+    """A host that copies it gets something that works."""
+
+    @pytest.fixture
+    def crm(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple[int, dict[str, str], str]]]:
+        """The example as a module `crm_example`, and a CRM that gives these answers: status, headers, body."""
+        documentation = (REPOSITORY_ROOT / "docs/dialog-api.md").read_text()
+        (example,) = re.findall(r"```python\n(.*?)```", documentation, re.DOTALL)
+        (tmp_path / "crm_example.py").write_text(example)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, "crm_example", raising=False)
+        answers: list[tuple[int, dict[str, str], str]] = []
+
+        class Crm(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                status, headers, body = answers.pop(0)
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body.encode())
+
+            def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002  # the base class's name
+                pass
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Crm) as server:
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            monkeypatch.setenv("CRM_URL", f"http://127.0.0.1:{server.server_port}")
+            monkeypatch.setenv("CRM_KEY", "key")
+            monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+            yield answers
+            server.shutdown()
+
+    def test_answers_in_every_case_and_never_raises(self, crm: list[tuple[int, dict[str, str], str]]) -> None:
+        cases = [
+            ((200, {}, '{"allowed": 5, "sent": 2}'), MailLimit.ALLOWED),
+            ((200, {}, '{"allowed": 5, "sent": 5}'), MailLimit.LIMITED),
+            ((200, {}, '{"allowed": 5}'), MailLimit.UNKNOWN),
+            ((200, {}, "[]"), MailLimit.UNKNOWN),
+            ((200, {}, "<html>"), MailLimit.UNKNOWN),
+            ((500, {}, ""), MailLimit.UNKNOWN),
+            ((429, {"Retry-After": "soon"}, ""), MailLimit.UNKNOWN),
+        ]
+        with DialogApiResource(adapter="crm_example:CrmDialogApi").connect() as api:
+            for answer, limit in cases:
+                crm.append(answer)
+                assert api.mail_limit("lady-1", MAN).limit is limit, answer
+            crm.append((429, {"Retry-After": "7"}, ""))
+            assert api.mail_limit("lady-1", MAN).paused_for == timedelta(seconds=7)
