@@ -10,6 +10,7 @@ from sqlalchemy import make_url
 from pin_jobs_tests import hosts
 from pin_jobs_tests.conftest import JOBS_ROLE, ROLE_PASSWORD, Server, create_messenger_template, fast_folder
 from pin_jobs_tests.factories import Messenger
+from pin_jobs_tests.scenarios.clock import DatabaseClock
 
 HOSTS = ("debian", "16", "18", "pgbouncer")
 
@@ -81,3 +82,9 @@ def measured(record_property: Callable[[str, object], None]) -> Callable[..., No
         print(f"\n{what}: {line}")  # noqa: T201  # figures are for people
 
     return note
+
+
+@pytest.fixture
+def clock(messenger: Messenger) -> DatabaseClock:
+    """The clock of the test's database, set by hand from here on."""
+    return DatabaseClock(messenger)

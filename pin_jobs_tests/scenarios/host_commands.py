@@ -17,6 +17,14 @@ END_CALL: Final = """
            duration_seconds = extract(epoch FROM clock_timestamp() - answered_at)::integer
      WHERE id = :id AND status IN ('Ringing', 'Answered')
 """
+DECLINE_CALL: Final = """
+    UPDATE messenger.call_sessions
+       SET status = 'Declined', end_reason = 'Declined', ended_at = clock_timestamp(), updated_at = clock_timestamp()
+     WHERE id = :id AND status = 'Ringing'
+"""
+SIGN_OF_LIFE: Final = """
+    UPDATE messenger.call_sessions SET updated_at = clock_timestamp() WHERE id = :id AND status = 'Answered'
+"""
 
 
 def command(connection: Connection, sql: str, call: StoredCall, *, hold: str = "0s") -> bool:
