@@ -112,7 +112,11 @@ SELECT phase, count(*) FILTER (WHERE is_retry) AS retries, count(*) FILTER (WHER
                next_attempt <= :as_of OR next_attempt > :as_of + CAST(:longest_delay AS interval) AS is_retry
           FROM pin_jobs.quarantined_calls AS quarantined
           JOIN messenger.call_sessions AS call ON call.id = quarantined.call_id
-         WHERE status = CASE quarantined.phase WHEN 'ring_timeout' THEN 'Ringing' ELSE 'Answered' END
+         WHERE CASE quarantined.phase
+               WHEN 'ring_timeout'
+               THEN status = 'Ringing' AND started_at <= :as_of - CAST(:ring_timeout AS interval)
+               ELSE status = 'Answered'
+                    AND coalesce(updated_at, started_at) <= :as_of - CAST(:stale_answered_timeout AS interval) END
            AND started_at BETWEEN CAST(:first AS timestamptz) AND CAST(:last AS timestamptz)) AS due
  GROUP BY phase
 

@@ -11,7 +11,7 @@ from pin_jobs.messenger.options import CallTimeoutReaperOptions
 from pin_jobs.messenger.quarantine import NoQuarantine, list_quarantine, release_from_quarantine
 from pin_jobs.messenger.sensors import look_at_calls
 from pin_jobs_tests.factories import a_ringing_call, an_answered_call
-from pin_jobs_tests.scenarios.host_commands import ANSWER_CALL, END_CALL
+from pin_jobs_tests.scenarios.host_commands import ANSWER_CALL, END_CALL, SIGN_OF_LIFE
 
 OPTIONS = CallTimeoutReaperOptions()
 
@@ -98,6 +98,15 @@ class TestAQuarantinedCall:
         assert claim.calls == ()
         assert set(claim.skipped_locked.values()) == set(claim.remaining.values()) == {0}
         assert claim.in_quarantine == {Phase.RING_TIMEOUT: 1, Phase.STALE_ANSWERED: 1}
+
+    def test_that_showed_a_sign_of_life_is_not_due_and_so_waits_for_nothing(
+        self, messenger, reap, new_batch, quarantined
+    ):
+        reap()
+        messenger.run(SIGN_OF_LIFE, id=quarantined[1].id)
+        claim = new_batch().claim()
+        assert claim.calls == ()
+        assert claim.in_quarantine == {Phase.RING_TIMEOUT: 1, Phase.STALE_ANSWERED: 0}
 
     def test_held_by_somebody_is_skipped_without_waiting(self, messenger, reap, quarantined):
         ringing, _ = quarantined
