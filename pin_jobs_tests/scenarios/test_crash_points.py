@@ -94,11 +94,12 @@ def test_a_worker_that_stops_anywhere_leaves_nothing_half_done_and_nothing_behin
 def test_a_worker_frozen_while_the_server_sends_to_it_is_ended_by_the_next_cycle(
     workers: Workers, messenger: Messenger
 ) -> None:
-    # More than the connection holds of what nobody reads: the server waits in a write, where none of its limits counts.
+    # More than any connection holds of what nobody reads: the server waits in a write, where none of its limits counts.
     due = 5000
     messenger.run(
         "INSERT INTO messenger.call_sessions SELECT gen_random_uuid(), gen_random_uuid(), gen_random_uuid(), "
-        "'Audio', 'Ringing', NULL, now() - interval '1 hour', NULL, NULL, NULL, now() FROM generate_series(1, :n)",
+        "repeat('x', 3000), 'Ringing', NULL, now() - interval '1 hour', NULL, NULL, NULL, now() "
+        "FROM generate_series(1, :n)",
         n=due,
     )
     options = CallTimeoutReaperOptions(
