@@ -199,6 +199,7 @@ class ReapBatch:
             DatabaseUnavailable, DatabaseRefused, CycleTooLong: the batch is lost; `close` rolls it back.
         """
         decided, poisoned = self._decide(claim)
+        self._open_transaction.run("plan_as_usual")
         self._open_transaction.run("savepoint_batch")
         settled = write_isolated(self._open_transaction, _parts(decided, claim), self._write_calls)
         return TransitionedBatch(

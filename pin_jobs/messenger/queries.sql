@@ -26,6 +26,7 @@ SELECT clock_timestamp() AS now,
 -- A tick must fail in seconds, not hang until Dagster cuts it off. The rest is as in bound_session.
 SELECT set_config('statement_timeout', :timeout, true),
        set_config('idle_in_transaction_session_timeout', :timeout, true),
+       set_config('enable_seqscan', 'off', true), set_config('jit', 'off', true),
        set_config('row_security', 'off', true), set_config('TimeZone', 'UTC', true),
        set_config('DateStyle', 'ISO, YMD', true),
        to_regclass('pin_jobs.quarantined_calls') IS NOT NULL AS has_schema
@@ -36,6 +37,8 @@ SELECT set_config('statement_timeout', :timeout, true),
 -- row_security off: a row-level policy raises instead of hiding calls. UTC and ISO: what the driver parses, whatever
 -- the role's defaults are. transaction_timeout exists from PostgreSQL 17 on; CASE keeps older servers from asking. It
 -- is switched off first, because a timer that runs already (a default of the role) would not be set anew.
+-- enable_seqscan: by statistics from a time when most calls were active, the planner would read all calls instead of the
+-- partial index. jit: without statistics it would compile statements, which takes twenty times as long as running them.
 -- has_schema: the newest table of ours stands for all. Closing calls must not wait for a migration.
 SELECT set_config('application_name', :application_name, true),
        set_config('idle_in_transaction_session_timeout', :lock_ttl, true),
@@ -43,6 +46,7 @@ SELECT set_config('application_name', :application_name, true),
        set_config('row_security', 'off', true),
        set_config('TimeZone', 'UTC', true),
        set_config('DateStyle', 'ISO, YMD', true),
+       set_config('enable_seqscan', 'off', true), set_config('jit', 'off', true),
        set_config('statement_timeout', :lock_ttl, true),
        CASE WHEN CAST(current_setting('server_version_num') AS integer) >= 170000
             THEN set_config('transaction_timeout', '0', true) || set_config('transaction_timeout', :lock_ttl, true) END,
@@ -89,12 +93,14 @@ SELECT holder.pid, pg_terminate_backend(holder.pid, 2000) AS ended
 SELECT clock_timestamp()
 
 -- name: find_backlog
--- Before the claim, per phase: are more healthy calls due than an ordinary batch takes? Looks at one more than that.
+-- Before the claim, per phase: are more healthy calls due than an ordinary batch takes? Looks at one more than that, in
+-- the order of the partial index: without one the planner may prefer all of another index.
 SELECT EXISTS (SELECT FROM messenger.call_sessions AS call
                 WHERE status = 'Ringing' AND started_at <= :as_of - CAST(:ring_timeout AS interval)
                   AND started_at BETWEEN CAST(:first AS timestamptz) AND CAST(:last AS timestamptz)
                   AND NOT EXISTS (SELECT FROM pin_jobs.quarantined_calls AS quarantined
                                    WHERE quarantined.call_id = call.id AND quarantined.phase = 'ring_timeout')
+                ORDER BY started_at
                OFFSET :batch_size) AS ring_timeout,
        EXISTS (SELECT FROM messenger.call_sessions AS call
                 WHERE status = 'Answered'
@@ -102,6 +108,7 @@ SELECT EXISTS (SELECT FROM messenger.call_sessions AS call
                   AND started_at BETWEEN CAST(:first AS timestamptz) AND CAST(:last AS timestamptz)
                   AND NOT EXISTS (SELECT FROM pin_jobs.quarantined_calls AS quarantined
                                    WHERE quarantined.call_id = call.id AND quarantined.phase = 'stale_answered')
+                ORDER BY started_at
                OFFSET :batch_size) AS stale_answered
 
 -- name: count_quarantine
@@ -207,6 +214,11 @@ SELECT count(*) FILTER (WHERE phase = 'ring_timeout') AS ring_timeout,
            AND started_at BETWEEN CAST(:first AS timestamptz) AND CAST(:last AS timestamptz)) AS due
  WHERE NOT EXISTS (SELECT FROM pin_jobs.quarantined_calls AS quarantined
                     WHERE quarantined.call_id = due.id AND quarantined.phase = due.phase)
+
+-- name: plan_as_usual
+-- Before the first write: triggers of the host run in it, and get the plans that they are used to. NULL is the session's
+-- default.
+SELECT set_config('enable_seqscan', NULL, true), set_config('jit', NULL, true)
 
 -- name: transition_calls
 -- The guard: a call is changed only while it still is in the status that the decision was made on (INV-CALL-3).

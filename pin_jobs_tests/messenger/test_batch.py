@@ -541,6 +541,23 @@ class TestTheHost:
         assert len(messenger.outbox(call)) == 1
         assert any("pin-jobs migrate" in record.getMessage() for record in caplog.records)
 
+    def test_gets_the_plans_that_it_is_used_to_in_its_triggers(self, messenger, reap):
+        database = messenger.value("SELECT current_database()")
+        messenger.run(f"ALTER DATABASE {database} SET jit = off")
+        messenger.run(f"ALTER DATABASE {database} SET enable_seqscan = on")
+        messenger.run("CREATE TABLE public.seen (enable_seqscan text, jit text)")
+        messenger.run(
+            "CREATE FUNCTION public.see() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $$ BEGIN INSERT INTO "
+            "public.seen VALUES (current_setting('enable_seqscan'), current_setting('jit')); RETURN NEW; END $$"
+        )
+        for table, event in (("call_sessions", "UPDATE"), ("realtime_outbox", "INSERT")):
+            messenger.run(
+                f"CREATE TRIGGER see BEFORE {event} ON messenger.{table} FOR EACH ROW EXECUTE FUNCTION public.see()"
+            )
+        messenger.add(a_ringing_call(age="46s"))
+        assert reap().missed == 1
+        assert messenger.rows("SELECT * FROM public.seen") == [{"enable_seqscan": "on", "jit": "off"}] * 2
+
     def test_one_run_commits_at_most_once(self, messenger, new_batch):
         run_id = str(uuid.uuid4())
         first, second = messenger.add(a_ringing_call(age="46s"), a_ringing_call(age="30s"))
