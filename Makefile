@@ -5,7 +5,7 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev test lint format lock clean
+.PHONY: help setup dev test bench lint format lock clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z]*\):.*## /  make \1   /p' Makefile
@@ -32,6 +32,10 @@ dev: setup ## run the jobs on embedded servers, with the web UI on localhost
 
 test: setup ## run all tests (seven to eight minutes on two cores)
 	@$(BIN)/python -m pytest
+
+bench: setup ## run the benchmarks (five to ten minutes, 3 GB of disk)
+	@$(BIN)/python -m bench.history
+	@$(BIN)/python -m bench.throughput
 
 lint: setup ## check format, style, types and import direction
 	@$(BIN)/ruff format --check .

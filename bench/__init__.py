@@ -1,0 +1,1 @@
+"""Benchmarks, run by `make bench`: ratios within one run; nothing here passes or fails."""
