@@ -165,6 +165,17 @@ class Messenger(Database):
             connection.execute(_INSERT, [vars(call) for call in calls])
         return calls
 
+    def add_many(self, count: int, status: str = "Ringing", *, started_at: str = "now() - interval '5 hours'") -> None:
+        """Calls that are due, if they started long enough ago; `started_at` is SQL, in which `i` counts from 1."""
+        self.run(
+            "INSERT INTO messenger.call_sessions "
+            "(id, caller_user_id, callee_user_id, media_type, status, started_at, updated_at) "
+            "SELECT gen_random_uuid(), gen_random_uuid(), gen_random_uuid(), 'Audio', :status, at, at "
+            f"FROM (SELECT {started_at} AS at FROM generate_series(1, :count) AS i) AS calls",
+            status=status,
+            count=count,
+        )
+
     def call(self, call: StoredCall) -> Mapping[str, Any]:
         (row,) = self.rows("SELECT * FROM messenger.call_sessions WHERE id = :id", id=call.id)
         return row

@@ -156,7 +156,7 @@ class ReapBatch:
         is_dry_run: bool = False,
     ) -> None:
         self._engine = engine
-        self._options = _patient(options) if day else options
+        self._options = patient(options) if day else options
         self._run_id = run_id
         # Seen in pg_stat_activity, and so in "who holds the lock"; the server keeps 63 bytes.
         self._application_name = f"{job_name}/{run_id}"[:63]
@@ -430,12 +430,12 @@ class ReapBatch:
     def _log_poison(self, batch: TransitionedBatch, attempts: Mapping[UUID, int]) -> None:
         for poison in batch.poisoned[:_MOST_LOG_LINES]:
             count = attempts[poison.call.id]
+            outlook = f"attempt {count}, the next one at {moment(next_attempt(count, batch.claim.as_of))}"
             self._log.error(
-                "item failed (call %s): %s; attempt %d, the next one at %s",
+                "item failed (call %s): %s; %s",
                 poison.call.id,
                 poison.reason[:_LONGEST_ERROR],
-                count,
-                moment(next_attempt(count, batch.claim.as_of)),
+                "a dry run, which does not count" if self._is_dry_run else outlook,
             )
         if more := len(batch.poisoned[_MOST_LOG_LINES:]):
             self._log.error("%d more items failed: `pin-jobs quarantine list` has them all", more)
@@ -453,6 +453,13 @@ class ReapBatch:
                 poisoned=result.poisoned,
                 partition=self._day.isoformat() if self._day else None,
             )
+
+
+def patient(options: CallTimeoutReaperOptions) -> CallTimeoutReaperOptions:
+    """The options of a backfill: its bounds in time are wider."""
+    lock_ttl = min(BACKFILL_PATIENCE * options.lock_ttl, max(options.lock_ttl, timedelta(days=1)))
+    scale = lock_ttl / options.lock_ttl
+    return replace(options, lock_ttl=lock_ttl, max_run_duration=scale * options.max_run_duration)
 
 
 def moment(value: datetime) -> str:
@@ -479,9 +486,3 @@ def _started_within(day: date | None) -> Mapping[str, str]:
     if day is None:
         return {"first": "-infinity", "last": "infinity"}
     return {"first": f"{day} 00:00:00+00", "last": f"{day} 23:59:59.999999+00"}
-
-
-def _patient(options: CallTimeoutReaperOptions) -> CallTimeoutReaperOptions:
-    lock_ttl = min(BACKFILL_PATIENCE * options.lock_ttl, max(options.lock_ttl, timedelta(days=1)))
-    scale = lock_ttl / options.lock_ttl
-    return replace(options, lock_ttl=lock_ttl, max_run_duration=scale * options.max_run_duration)

@@ -7,6 +7,8 @@ from itertools import islice
 from typing import Any, Final, cast
 
 from dagster import (
+    DagsterError,
+    DagsterRun,
     Failure,
     Field,
     InitResourceContext,
@@ -45,37 +47,52 @@ LOCK_BUSY_TAG: Final = "pin_jobs/lock_busy"
 DRY_RUN_TAG: Final = "pin_jobs/dry_run"
 # A table is one row of Dagster's event log: enough to look at, not enough to hurt.
 LONGEST_TABLE: Final = 500
+DRY_RUN_MEANS: Final = "Do everything, show what it would come to, and roll it back."
 
 
-class NotADay(PinJobsError):
+class NotADay(PinJobsError, DagsterError):
     """A run of the backfill was launched without a day, or for one that is no partition of it."""
+
+    # An error of Dagster's too, here and below: Dagster shows those as they are and wraps all others.
 
     def __init__(self, key: str | None) -> None:
         wrong = "no day was given" if key is None else f"{key!r} is no day from the first one to today"
         super().__init__(f"{wrong}: launch the backfill from the job's Partitions tab, or with the tag {PARTITION_TAG}")
 
 
+class NotAWholeCycle(PinJobsError, DagsterError):
+    """Some of the three ops were to run without the others: a subset, or again "from failure"."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the three ops share one transaction and work together only: launch, or re-execute, all of them"
+        )
+
+
 def reap_batch_resource(
     options: CallTimeoutReaperOptions, days: TimeWindowPartitionsDefinition | None = None
 ) -> ResourceDefinition:
-    """The run's `ReapBatch`; with `days`, that of the run's day. Tear-down only ever rolls back.
+    """The run's `ReapBatch`; with `days`, a backfill of the run's day. Tear-down only ever rolls back.
 
     Dagster resumes this generator as if nothing had happened after a failure or Terminate, so committing here would
     commit a failed run.
     """
 
+    config_schema = {"dry_run": Field(bool, default_value=False, description=DRY_RUN_MEANS)}
+    if days is None:
+        config_schema["batch_size"] = Field(int, is_required=False, description="Calls per phase.")
+
     @resource(
         required_resource_keys={"messenger_database"},
-        config_schema={
-            "dry_run": Field(bool, default_value=False, description="Do everything, show it, and roll it back."),
-            "batch_size": Field(int, is_required=False, description="Calls per phase, in place of the option."),
-        },
+        config_schema=config_schema,
         description="The one transaction that the three ops of a cycle share.",
     )
     def reap_batch(context: InitResourceContext) -> Generator[ReapBatch, None, None]:
         run = context.run
         if run is None or context.log is None:
             raise RuntimeError("reap_batch works inside a run only")
+        if not _is_whole(run):
+            raise NotAWholeCycle
         database = cast(PostgresResource, context.resources.messenger_database)
         batch_size, is_dry_run = context.resource_config.get("batch_size"), context.resource_config["dry_run"]
         # A server that is silent for that long has lost the batch, and the run would wait for it for ever.
@@ -101,7 +118,8 @@ def reap_batch_resource(
 
 
 @op(
-    description="Take the run lock and claim the calls that are due, oldest first, at most batch_size a phase.",
+    description="Take the run lock, claim the calls that are due, oldest first, at most one batch a phase, and keep "
+    "them locked for the ops that follow.",
     config_schema={},
     out=Out(Claim, is_required=False, description="Nothing, when another cycle holds the run lock."),
 )
@@ -121,7 +139,7 @@ def claim(context: OpExecutionContext, reap_batch: ResourceParam[ReapBatch]) -> 
             **{f"{phase}_skipped_locked": claimed.skipped_locked[phase] for phase in Phase},
             "remaining": sum(claimed.remaining.values()),
             "retries": len(claimed.attempts),
-            "in_quarantine": sum(claimed.in_quarantine.values()),
+            "waiting_in_quarantine": sum(claimed.in_quarantine.values()),
             "calls": _table(_CLAIMED_COLUMNS, rows),
         },
     )
@@ -146,22 +164,23 @@ def transition(reap_batch: ResourceParam[ReapBatch], claimed: Claim) -> Output[T
 
 @op(
     config_schema={},
-    description="Write one push intent per closed call and the record of the cycle, and commit everything "
-    "(a dry run rolls everything back instead).",
+    description="Write one push intent per closed call and the record of the cycle; then commit what the three ops "
+    "did or, in a dry run, roll it back.",
 )
 def write_outbox(
     context: OpExecutionContext, reap_batch: ResourceParam[ReapBatch], transitioned: TransitionedBatch
 ) -> Output[None]:
     """Last op: the outbox, then the one commit of the cycle.
 
-    A backfill that had no room for all fails once it has committed: nobody else comes back for the rest of that day.
+    A backfill that leaves calls of its day fails once it has committed: nobody else comes back for them, and this is
+    what the page of the backfill shows. Calls that somebody else holds are his, and no failure.
     """
     result = reap_batch.write_outbox(transitioned)
     metadata = cycle_metadata(result)
-    if result.remaining and context.has_partition_key:
+    if context.has_partition_key and result.is_committed and result.remaining:
         raise Failure(
-            f"{len(result.closed)} calls are closed and committed; {result.remaining} more of {context.partition_key} "
-            "are due: launch the day again",
+            f"committed: {result.missed} missed, {result.failed} failed. Calls of {context.partition_key} still due: "
+            f"{result.remaining}. Launch the day again (or: Re-execute all)",
             metadata=metadata,
             allow_retries=False,
         )
@@ -177,6 +196,7 @@ def cycle_metadata(result: CycleResult) -> dict[str, Any]:
         for item in result.quarantine
     )
     return {
+        **({} if result.is_committed else {"dry_run": "all of this was rolled back"}),
         "committed": result.is_committed,
         "missed": result.missed,
         "failed": result.failed,
@@ -195,6 +215,11 @@ _TRANSITION_COLUMNS: Final = ("call_id", "phase", "status_before", "status", "en
 _POISON_COLUMNS: Final = ("call_id", "phase", "reason")
 _QUARANTINE_COLUMNS: Final = ("call_id", "phase", "attempts", "first_seen", "next_attempt", "last_error")
 _OUTBOX_COLUMNS: Final = ("call_id", "kind", "targets", "outbox_id")
+
+
+def _is_whole(run: DagsterRun) -> bool:
+    chosen = run.step_keys_to_execute or run.resolved_op_selection
+    return not chosen or set(chosen) == {claim.name, transition.name, write_outbox.name}
 
 
 def _day(days: TimeWindowPartitionsDefinition, key: str | None) -> date:

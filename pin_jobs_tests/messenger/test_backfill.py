@@ -147,6 +147,10 @@ class TestBesideTheLiveCycle:
         assert LOCK_NAMESPACE < 2**31
 
 
+def is_failure(entry):
+    return entry.dagster_event is not None and entry.dagster_event.is_job_failure
+
+
 @pytest.fixture
 def execute(pin_jobs_environment):
     """Runs the job in this process, for a partition or with a tag of one's own choice."""
@@ -154,10 +158,12 @@ def execute(pin_jobs_environment):
     database = PostgresResource(url=EnvVar("MESSENGER_DATABASE_URL"))
     with DagsterInstance.ephemeral() as instance:
 
-        def run(key=None, **options):
+        def run(key=None, by_hand=None, **options):
             job = build_call_timeout_reaper_backfill(CallTimeoutReaperOptions(**options), database)
             tags = {} if key is None else {"dagster/partition": key}
-            return job.execute_in_process(instance=instance, raise_on_error=False, tags=tags), instance
+            config = {"resources": {"reap_batch": {"config": by_hand}}} if by_hand else None
+            result = job.execute_in_process(instance=instance, raise_on_error=False, tags=tags, run_config=config)
+            return result, instance
 
         yield run
 
@@ -177,11 +183,64 @@ class TestARun:
         assert failure.step_key == "write_outbox"
         described = failure.event_specific_data.user_failure_data
         assert described.description == (
-            "2 calls are closed and committed; 1 more of 2026-01-15 are due: launch the day again"
+            "committed: 1 missed, 1 failed. Calls of 2026-01-15 still due: 1. Launch the day again (or: Re-execute all)"
         )
+        assert described.metadata["committed"].value is True
         assert described.metadata["remaining"].value == 1
         assert messenger.statuses() == {"Missed": 1, "Ringing": 1, "Failed": 1}
         assert not [e for e in instance.all_logs(result.run_id) if "rolled back" in e.user_message]
+        again, _ = execute("2026-01-15", backfill_batch_size=1)
+        assert again.success
+        assert messenger.statuses() == {"Missed": 2, "Failed": 1}
+
+    def test_that_could_not_tell_poison_from_healthy_calls_in_time_fails_too(self, messenger, execute):
+        calls = messenger.add(*[a_ringing_call(age="1d") for _ in range(12)])
+        for position, call in enumerate(calls):
+            start_at(messenger, call, MIDNIGHT + position * MICROSECOND)
+        poison = calls[0].id
+        messenger.run(
+            "CREATE FUNCTION messenger.slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(0.3); "
+            f"IF NEW.id = '{poison}' THEN RAISE EXCEPTION 'not this one'; END IF; RETURN NEW; END $$"
+        )
+        messenger.run(
+            "CREATE TRIGGER slow BEFORE UPDATE ON messenger.call_sessions FOR EACH ROW "
+            "EXECUTE FUNCTION messenger.slow()"
+        )
+        bounds = {"max_run_duration": timedelta(milliseconds=750), "lock_ttl": timedelta(seconds=2)}
+        result, _ = execute("2026-01-15", **bounds)
+        (failure,) = [event for event in result.all_node_events if event.is_step_failure]
+        metadata = failure.event_specific_data.user_failure_data.metadata
+        assert metadata["committed"].value is True
+        assert metadata["remaining"].value == 11 - messenger.statuses().get("Missed", 0) > 0
+
+    def test_that_skips_calls_held_by_others_reports_them_and_succeeds(self, messenger, execute, calls_of_the_day):
+        held = calls_of_the_day[0].id
+        with messenger.holding("SELECT FROM messenger.call_sessions WHERE id = :id FOR UPDATE", id=held):
+            result, _ = execute("2026-01-15")
+        assert result.success
+        (output,) = [e for e in result.all_node_events if e.is_successful_output and e.step_key == "write_outbox"]
+        shown = output.event_specific_data.metadata
+        assert (shown["missed"].value, shown["skipped_locked"].value, shown["remaining"].value) == (1, 1, 0)
+
+    @pytest.mark.usefixtures("calls_of_the_day")
+    def test_may_be_dry_and_then_does_not_fail_for_what_remains(self, messenger, execute):
+        result, _ = execute("2026-01-15", by_hand={"dry_run": True}, backfill_batch_size=1)
+        assert result.success
+        assert messenger.statuses() == {"Ringing": 2, "Answered": 1}
+        assert messenger.cycles() == []
+
+    def test_keeps_its_poison_in_the_quarantine_of_the_live_cycle(self, messenger, execute, reap):
+        poison, healthy = messenger.add(a_ringing_call(age="1d", end_reason="Hangup"), a_ringing_call(age="1d"))
+        for call in (poison, healthy):
+            start_at(messenger, call, MIDNIGHT)
+        assert execute("2026-01-15")[0].success
+        assert messenger.status(healthy) == "Missed"
+        assert reap().poisoned == 1  # its second attempt, for which there is no delay
+        (row,) = messenger.rows("SELECT call_id, attempts FROM pin_jobs.quarantined_calls")
+        assert (row["call_id"], row["attempts"]) == (poison.id, 2)
+        result, _ = execute("2026-01-15")
+        assert result.success
+        assert messenger.value("SELECT attempts FROM pin_jobs.quarantined_calls") == 2
 
     @pytest.mark.parametrize(
         ("key", "words"),
@@ -197,7 +256,9 @@ class TestARun:
     def test_without_a_day_of_its_own_fails_in_one_line(self, messenger, execute, key, words):
         result, instance = execute(key)
         assert not result.success
-        assert any(words in str(e.dagster_event) for e in instance.all_logs(result.run_id) if e.dagster_event)
+        (error,) = [e.dagster_event.job_failure_data.error for e in instance.all_logs(result.run_id) if is_failure(e)]
+        assert words in error.message
+        assert error.cause is None
         assert messenger.statuses() == {"Ringing": 2, "Answered": 1}
 
     @pytest.mark.usefixtures("pin_jobs_environment")

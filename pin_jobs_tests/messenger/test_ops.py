@@ -2,11 +2,11 @@ import logging
 from datetime import timedelta
 
 import pytest
-from dagster import DagsterInstance, EnvVar, TableMetadataValue
+from dagster import DagsterEventType, DagsterInstance, EnvVar, TableMetadataValue
 
 from pin_jobs.messenger.batch import LIVE_CYCLE_LOCK, LOCK_NAMESPACE
 from pin_jobs.messenger.jobs import JOB_NAME, build_call_timeout_reaper
-from pin_jobs.messenger.ops import LOCK_BUSY_TAG, LONGEST_TABLE
+from pin_jobs.messenger.ops import DRY_RUN_TAG, LOCK_BUSY_TAG, LONGEST_TABLE
 from pin_jobs.messenger.options import CallTimeoutReaperOptions
 from pin_jobs.resources.postgres import PostgresResource
 from pin_jobs_tests.factories import a_ringing_call, an_answered_call
@@ -28,6 +28,10 @@ class Run:
         self.errors = [
             event.event_specific_data.error.to_string() for event in result.all_node_events if event.is_step_failure
         ]
+        failures = [
+            e.dagster_event.job_failure_data for e in instance.all_logs(result.run_id, DagsterEventType.RUN_FAILURE)
+        ]
+        self.failure = next((failure.error.message.strip() for failure in failures if failure.error), None)
         self._outputs = {
             event.step_key: event.event_specific_data.metadata
             for event in result.all_node_events
@@ -54,9 +58,12 @@ def execute(pin_jobs_environment):
     database = PostgresResource(url=EnvVar("MESSENGER_DATABASE_URL"), variable="MESSENGER_DATABASE_URL")
     with DagsterInstance.ephemeral() as instance:
 
-        def run(**options):
+        def run(by_hand=None, ops=None, **options):
             job = build_call_timeout_reaper(CallTimeoutReaperOptions(**options), database)
-            return Run(job.execute_in_process(instance=instance, raise_on_error=False), instance)
+            result = job.execute_in_process(
+                instance=instance, raise_on_error=False, run_config=by_hand, op_selection=ops
+            )
+            return Run(result, instance)
 
         yield run
 
@@ -99,7 +106,7 @@ class TestARun:
             "stale_answered_skipped_locked": 0,
             "remaining": 0,
             "retries": 0,
-            "in_quarantine": 0,
+            "waiting_in_quarantine": 0,
         }
         assert run.values("transition") == {"missed": 2, "failed": 1, "poisoned": 1}
         written = run.values("write_outbox")
@@ -161,17 +168,77 @@ class TestARun:
         assert written[str(failed.id)]["outbox_id"] == str(row["id"])
 
     def test_shows_no_more_than_a_page_of_rows_but_counts_them_all(self, messenger, execute):
-        messenger.run(
-            "INSERT INTO messenger.call_sessions SELECT gen_random_uuid(), gen_random_uuid(), gen_random_uuid(), "
-            "'Audio', 'Ringing', NULL, now() - interval '1 hour', NULL, NULL, NULL, now() FROM generate_series(1, :n)",
-            n=LONGEST_TABLE + 20,
-        )
+        messenger.add_many(LONGEST_TABLE + 20)
         run = execute(batch_size=LONGEST_TABLE + 10, catch_up_batch_size=LONGEST_TABLE + 10)
         assert run.values("claim")["ring_timeout_claimed"] == LONGEST_TABLE + 10
         assert run.values("write_outbox")["missed"] == LONGEST_TABLE + 10
         for op, table in (("claim", "calls"), ("transition", "calls"), ("write_outbox", "outbox_rows")):
             assert len(run.table(op, table)) == LONGEST_TABLE
         assert messenger.statuses() == {"Missed": LONGEST_TABLE + 10, "Ringing": 10}
+
+
+class TestADryRun:
+    def test_shows_what_would_happen_and_leaves_everything_as_it_was(self, messenger, execute):
+        missed, failed, poison = messenger.add(
+            a_ringing_call(age="60s"),
+            an_answered_call(age="5h", last_sign_of_life="3h"),
+            a_ringing_call(age="50s", end_reason="Hangup"),
+        )
+        before = messenger.rows("SELECT * FROM messenger.call_sessions ORDER BY id")
+        run = execute(by_hand={"dry_run": True})
+        assert run.success
+        assert run.tags[DRY_RUN_TAG] == "true"
+        assert [row["call_id"] for row in run.table("claim")] == [str(missed.id), str(poison.id), str(failed.id)]
+        assert [row["status"] for row in run.table("transition")] == ["Missed", "Failed"]
+        assert [row["kind"] for row in run.table("write_outbox", "outbox_rows")] == ["CallMissed", "CallEnded"]
+        assert [row["call_id"] for row in run.table("write_outbox", "poisoned_calls")] == [str(poison.id)]
+        shown = run.values("write_outbox")
+        assert (shown["committed"], shown["dry_run"]) == (False, "all of this was rolled back")
+        assert (shown["missed"], shown["failed"], shown["poisoned"]) == (1, 1, 1)
+        assert messenger.rows("SELECT * FROM messenger.call_sessions ORDER BY id") == before
+        assert (messenger.outbox(), messenger.cycles(), messenger.locks()) == ([], [], [])
+        assert messenger.value("SELECT count(*) FROM pin_jobs.quarantined_calls") == 0
+        (error,) = [message for level, message in run.logs if level == logging.ERROR]
+        assert "a dry run, which does not count" in error
+        assert not [message for _, message in run.logs if "next cycle finds" in message]
+
+    def test_is_not_what_a_run_is_by_default(self, messenger, execute):
+        messenger.add(a_ringing_call(age="60s"))
+        for run in (execute(), execute(by_hand={"dry_run": False})):
+            assert DRY_RUN_TAG not in run.tags
+            assert "dry_run" not in run.values("write_outbox")
+        assert messenger.statuses() == {"Missed": 1}
+
+
+class TestABatchSizeGivenByHand:
+    def test_is_that_of_both_phases_whatever_else_is_due(self, messenger, execute):
+        messenger.add(
+            *[a_ringing_call(age="60s") for _ in range(4)],
+            *[an_answered_call(age="5h", last_sign_of_life="3h") for _ in range(4)],
+        )
+        run = execute(by_hand={"batch_size": 1}, batch_size=2, catch_up_batch_size=3)
+        assert (run.values("write_outbox")["missed"], run.values("write_outbox")["failed"]) == (1, 1)
+        assert run.values("claim")["remaining"] == 6
+        rest = execute(by_hand={"batch_size": 4}, batch_size=2, catch_up_batch_size=3)
+        assert rest.values("write_outbox")["missed"] == 3
+
+
+class TestARunOfSomeOps:
+    @pytest.mark.parametrize("ops", [["claim"], ["claim", "transition"]])
+    def test_fails_before_it_does_anything_rather_than_succeed_with_nothing_done(self, messenger, execute, ops):
+        messenger.add(a_ringing_call(age="46s"))
+        run = execute(ops=ops)
+        assert not run.success
+        assert run.failure == (
+            "pin_jobs.messenger.ops.NotAWholeCycle: the three ops share one transaction and work together only: "
+            "launch, or re-execute, all of them"
+        )
+        assert messenger.statuses() == {"Ringing": 1}
+
+    def test_that_names_all_of_them_is_a_whole_one(self, messenger, execute):
+        messenger.add(a_ringing_call(age="46s"))
+        assert execute(ops=["claim", "transition", "write_outbox"]).success
+        assert messenger.statuses() == {"Missed": 1}
 
 
 class TestWhenTheLockIsBusy:
