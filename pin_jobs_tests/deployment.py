@@ -24,6 +24,7 @@ from pin_jobs_tests.waiting import wait_for
 
 REPOSITORY_ROOT = Path(__file__).parent.parent
 JOB = "call_timeout_reaper"
+BACKFILL_JOB = f"{JOB}_backfill"
 SENSOR = f"{JOB}_sensor"
 LOCATION = {"repositoryName": "__repository__", "repositoryLocationName": "pin_jobs"}
 UNFINISHED = ("QUEUED", "NOT_STARTED", "STARTING", "STARTED", "CANCELING")
@@ -110,12 +111,71 @@ class Dagster:
             return all(daemon["healthy"] for daemon in daemons if daemon["required"]) and is_loaded
         return False
 
-    def launch(self, job: str = JOB, location: str = "pin_jobs") -> str:
-        """Launch the reaper, or another job, by hand; return the id of its run."""
-        selector = {**LOCATION, "repositoryLocationName": location, "jobName": job}
-        answer = self.ask(_LAUNCH, parameters={"selector": selector, "runConfigData": {}})
-        assert answer["launchRun"]["__typename"] == "LaunchRunSuccess", answer
-        return str(answer["launchRun"]["run"]["runId"])
+    def launch(self, job: str = JOB, location: str = "pin_jobs", **by_hand: Any) -> str:
+        """Launch the reaper, or another job, by hand, as `try_to_launch`; return the id of its run."""
+        answer = self.try_to_launch(job, location, **by_hand)
+        assert answer["__typename"] == "LaunchRunSuccess", answer
+        return str(answer["run"]["runId"])
+
+    def try_to_launch(
+        self,
+        job: str = JOB,
+        location: str = "pin_jobs",
+        *,
+        partition: str | None = None,
+        run_config: Any = None,
+        ops: Sequence[str] | None = None,
+    ) -> dict[str, Any]:
+        """Launch a job by hand, or only some of its ops; return what the API answers."""
+        tags = [] if partition is None else [{"key": "dagster/partition", "value": partition}]
+        parameters = {
+            "selector": {**LOCATION, "repositoryLocationName": location, "jobName": job, "solidSelection": ops},
+            "runConfigData": run_config or {},
+            "executionMetadata": {"tags": tags},
+        }
+        return dict(self.ask(_LAUNCH, parameters=parameters)["launchRun"])
+
+    def re_execute(self, run_id: str, strategy: str) -> str:
+        """`ALL_STEPS` or `FROM_FAILURE`, as the button on the page of a run; return the id of the new run."""
+        answer = self.ask(_RE_EXECUTE, parameters={"parentRunId": run_id, "strategy": strategy})
+        assert answer["launchRunReexecution"]["__typename"] == "LaunchRunSuccess", answer
+        return str(answer["launchRunReexecution"]["run"]["runId"])
+
+    def launch_backfill(self, *days: str, at_once: bool = False) -> str:
+        """Launch the backfill for these days, as its dialog does; `at_once`: not when the daemon next looks."""
+        parameters = {
+            "selector": {"partitionSetName": f"{BACKFILL_JOB}_partition_set", "repositorySelector": LOCATION},
+            "partitionNames": days,
+            "forceSynchronousSubmission": at_once,
+        }
+        answer = self.ask(_BACKFILL, parameters=parameters)["launchPartitionBackfill"]
+        assert answer["__typename"] == "LaunchBackfillSuccess", answer
+        return str(answer["backfillId"])
+
+    def backfill(self, backfill_id: str) -> tuple[str, dict[str, str]]:
+        """The status of a backfill, and that of each of its days."""
+        found = self.ask(_BACKFILL_STATUS, backfill=backfill_id)["partitionBackfillOrError"]
+        days = found["partitionStatuses"]["results"]
+        return found["status"], {day["partitionName"]: day["runStatus"] for day in days}
+
+    def days(self) -> list[str]:
+        """The partitions of the backfill."""
+        answer = self.ask(_DAYS, repository=LOCATION, name=f"{BACKFILL_JOB}_partition_set")
+        return [day["name"] for day in answer["partitionSetOrError"]["partitionsOrError"]["results"]]
+
+    @contextmanager
+    def sensor_switched(self, *, on: bool) -> Iterator[None]:
+        """The sensor is switched on or off for a while, and then back to how it was loaded."""
+        sensor = {**LOCATION, "sensorName": SENSOR}
+        if on:
+            assert self.ask(_SENSOR_ON, sensor=sensor)["startSensor"]["__typename"] == "Sensor"
+        else:
+            id_ = self.ask(_SENSOR_ID, sensor=sensor)["sensorOrError"]["id"]
+            assert self.ask(_SENSOR_OFF, id=id_)["stopSensor"]["__typename"] == "StopSensorMutationResult"
+        try:
+            yield
+        finally:
+            self.ask(_SENSOR_RESET, sensor=sensor)
 
     def terminate(self, run_id: str) -> None:
         answer = self.ask(_TERMINATE, run=run_id)
@@ -144,6 +204,10 @@ class Dagster:
 
         return str(wait_for(reached, timeout, f"run {run_id} to be {' or '.join(statuses)}"))
 
+    def errors(self, run_id: str) -> list[str]:
+        """What the events of a run say went wrong, without what that was caused by."""
+        return [event["error"]["message"].strip() for event in self.events(run_id) if event.get("error")]
+
     def messages(self, run_id: str) -> list[str]:
         return [event["message"] for event in self.events(run_id)]
 
@@ -155,9 +219,12 @@ class Dagster:
 
     def run_ids(self, *statuses: str, job: str = JOB) -> list[str]:
         """Runs of the reaper, or of another job, newest first."""
+        return [run["runId"] for run in self.runs(*statuses, job=job)]
+
+    def runs(self, *statuses: str, job: str = JOB) -> list[dict[str, Any]]:
+        """The same with status and times."""
         chosen = {"statuses": list(statuses)} if statuses else {}
-        answer = self.ask(_RUNS, filter={"pipelineName": job, **chosen})
-        return [run["runId"] for run in answer["runsOrError"]["results"]]
+        return list(self.ask(_RUNS, filter={"pipelineName": job, **chosen})["runsOrError"]["results"])
 
     def ticks(self, sensor: str = SENSOR, location: str = "pin_jobs") -> list[dict[str, Any]]:
         """Finished ticks of the sensor, newest first: status, timestamp, endTimestamp, skipReason, runIds, error."""
@@ -245,13 +312,13 @@ class Deployment:
     def log(self, name: str) -> str:
         return (self.home / f"{name}.log").read_text(errors="replace")
 
-    def sessions(self, run_id: str | None = None) -> list[Mapping[str, Any]]:
-        """The server's sessions of a run, or of all runs: pid, application_name, state, wait_event_type, query."""
+    def sessions(self, run_id: str | None = None, *, job: str = JOB) -> list[Mapping[str, Any]]:
+        """The server's sessions of one or all runs of a job: pid, application_name, state, wait_event_type, query."""
         return list(
             self.messenger.rows(
                 "SELECT pid, application_name, state, wait_event_type, query FROM pg_stat_activity "
                 "WHERE datname = current_database() AND application_name LIKE :name",
-                name=f"{JOB}/{run_id or '%'}"[:63],
+                name=f"{job}/{run_id or '%'}"[:63],
             )
         )
 
@@ -400,6 +467,42 @@ _LAUNCH = """mutation ($parameters: ExecutionParams!) {
   }
 }"""
 
+_RE_EXECUTE = """mutation ($parameters: ReexecutionParams) {
+  launchRunReexecution(reexecutionParams: $parameters) {
+    __typename
+    ... on LaunchRunSuccess { run { runId } }
+    ... on PythonError { message }
+  }
+}"""
+
+_BACKFILL = """mutation ($parameters: LaunchBackfillParams!) {
+  launchPartitionBackfill(backfillParams: $parameters) {
+    __typename
+    ... on LaunchBackfillSuccess { backfillId }
+    ... on PythonError { message }
+  }
+}"""
+
+_BACKFILL_STATUS = """query ($backfill: String!) {
+  partitionBackfillOrError(backfillId: $backfill) {
+    ... on PartitionBackfill { status partitionStatuses { results { partitionName runStatus } } }
+  }
+}"""
+
+_DAYS = """query ($repository: RepositorySelector!, $name: String!) {
+  partitionSetOrError(repositorySelector: $repository, partitionSetName: $name) {
+    ... on PartitionSet { partitionsOrError { ... on Partitions { results { name } } } }
+  }
+}"""
+
+_SENSOR_ID = """query ($sensor: SensorSelector!) { sensorOrError(sensorSelector: $sensor) { ... on Sensor { id } } }"""
+
+_SENSOR_OFF = """mutation ($id: String!) { stopSensor(id: $id) { __typename } }"""
+
+_SENSOR_ON = """mutation ($sensor: SensorSelector!) { startSensor(sensorSelector: $sensor) { __typename } }"""
+
+_SENSOR_RESET = """mutation ($sensor: SensorSelector!) { resetSensor(sensorSelector: $sensor) { __typename } }"""
+
 _TERMINATE = """mutation ($run: String!) {
   terminateRun(runId: $run, terminatePolicy: SAFE_TERMINATE) {
     __typename
@@ -418,6 +521,7 @@ _RUN = """query ($run: ID!) {
         events {
           __typename
           ... on MessageEvent { message timestamp level eventType stepKey }
+          ... on ErrorEvent { error { message } }
           ... on EngineEvent { metadataEntries { label ... on TextMetadataEntry { text }
                                                  ... on IntMetadataEntry { intValue } } }
         }
@@ -427,7 +531,7 @@ _RUN = """query ($run: ID!) {
 }"""
 
 _RUNS = """query ($filter: RunsFilter) {
-  runsOrError(filter: $filter, limit: 500) { ... on Runs { results { runId status } } }
+  runsOrError(filter: $filter, limit: 500) { ... on Runs { results { runId status creationTime startTime endTime } } }
 }"""
 
 _TICKS = """query ($sensor: SensorSelector!) {

@@ -1,19 +1,16 @@
 """Under the daemon, with Dagster's records in PostgreSQL: punctual when calls are due, idle when none is."""
 
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime, timedelta
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from pin_jobs.messenger.batch import moment
 from pin_jobs_tests.deployment import UNFINISHED, Deployment, deployment, percentile
-from pin_jobs_tests.factories import StoredCall, a_finished_call, a_ringing_call, an_answered_call
+from pin_jobs_tests.factories import a_finished_call, a_ringing_call, an_answered_call
+from pin_jobs_tests.scenarios.punctuality import POLLING_INTERVAL, deadline_of, seconds_late
 from pin_jobs_tests.waiting import wait_for
-
-RING_TIMEOUT, STALE_ANSWERED_TIMEOUT, POLLING_INTERVAL = timedelta(seconds=45), timedelta(hours=2), 15.0
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +25,7 @@ def test_while_nothing_is_due_ticks_say_when_the_next_deadline_is_and_make_no_ru
     (next_due, *_) = host.messenger.add(
         an_answered_call("5h", "1h"), a_ringing_call("-1h"), a_ringing_call("-2h"), a_finished_call("Ended", "5h")
     )
-    deadline = _deadline(host, next_due)
+    deadline = deadline_of(host, next_due)
     since = time.time()
 
     skipped = wait_for(
@@ -56,11 +53,9 @@ def test_every_call_is_closed_within_the_polling_interval_of_its_deadline(
     )
     bystanders = host.messenger.add(a_ringing_call("-5min"), an_answered_call("9h", "1h"), a_finished_call("Declined"))
     untouched = [host.messenger.call(call) for call in bystanders]
-    deadlines = {call.id: _deadline(host, call) for call in calls}
 
-    closed = _watch_until_closed(host, calls, timeout=5 + 100 + POLLING_INTERVAL + 10)
+    lateness = seconds_late(host, calls, timeout=5 + 100 + POLLING_INTERVAL + 10)
 
-    lateness = [(closed[id_] - deadline).total_seconds() for id_, deadline in deadlines.items()]
     measured(
         "seconds from deadline to closed",
         p50=percentile(lateness, 0.5),
@@ -75,29 +70,3 @@ def test_every_call_is_closed_within_the_polling_interval_of_its_deadline(
     assert sum(cycle["missed"] + cycle["failed"] for cycle in host.messenger.cycles()) == len(calls)
     wait_for(lambda: not host.dagster.run_ids(*UNFINISHED), 15, "the last run to end")
     assert host.dagster.run_ids() == host.dagster.run_ids("SUCCESS")
-
-
-def _deadline(host: Deployment, call: StoredCall) -> datetime:
-    stored = host.messenger.call(call)
-    if stored["status"] == "Ringing":
-        return stored["started_at"] + RING_TIMEOUT
-    return stored["updated_at"] + STALE_ANSWERED_TIMEOUT
-
-
-def _watch_until_closed(host: Deployment, calls: Sequence[StoredCall], timeout: float) -> dict[uuid.UUID, datetime]:
-    """Per call the moment, on the database's clock, at which another session first saw it closed."""
-    open_calls = {str(call.id) for call in calls}
-    closed: dict[uuid.UUID, datetime] = {}
-
-    def look() -> bool:
-        for row in host.messenger.rows(
-            "SELECT id, clock_timestamp() AS seen FROM messenger.call_sessions "
-            "WHERE status IN ('Missed', 'Failed') AND id = ANY (CAST(:ids AS uuid[]))",
-            ids=list(open_calls),
-        ):
-            closed[row["id"]] = row["seen"]
-            open_calls.discard(str(row["id"]))
-        return not open_calls
-
-    wait_for(look, timeout, "all calls to be closed")
-    return closed

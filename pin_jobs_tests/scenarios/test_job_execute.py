@@ -80,3 +80,25 @@ def test_a_job_executed_by_hand_without_a_database_says_so_in_one_line_and_fails
     assert ended.returncode != 0
     assert "the messenger database cannot be reached" in ended.stderr
     assert "s3cret-Pw" not in ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("database", ["migrated"], indirect=True)
+def test_a_job_executed_by_hand_refuses_a_nonsense_size_and_touches_nothing(
+    database: Messenger, tmp_path: Path
+) -> None:
+    database.add(a_ringing_call("46s"))
+    config = tmp_path / "run.yaml"
+    config.write_text("batch_size: 10001\n")
+    ended = subprocess.run(
+        [program("dagster"), "job", "execute", "-m", "pin_jobs.definitions", "-j", JOB, "-c", str(config)],
+        cwd=tmp_path,
+        env=host_environment(MESSENGER_DATABASE_URL=database.url),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert ended.returncode != 0
+    assert "InvalidRunConfig: batch_size is 10001; allowed is 1 to 10000" in ended.stderr
+    assert (database.statuses(), database.cycles()) == ({"Ringing": 1}, [])
