@@ -105,7 +105,9 @@ class HttpDialogApi:
         """Ask for one dialog: one request, or two where the first could not even connect."""
         try:
             target = f"/dialogs/{_segment(lady_api_id)}/{_segment(man_ulid)}/messages"
-            received = self._loop.run(self._get(target), patience=self._seconds + 1)
+            # httpx's own timeouts are for each read, and a server that sends a byte now and then would be waited for
+            # for ever; this one is for all of it.
+            received = self._loop.run(self._get(target), patience=self._seconds)
         except _NoSegment:
             return _unknown("an id that cannot stand in a URL")
         except (TimeoutError, httpx.TimeoutException):
@@ -119,17 +121,14 @@ class HttpDialogApi:
         return _read(received, self._max_bytes)
 
     async def _get(self, target: str) -> "_Received":
-        # httpx's own timeouts are for each read, and a server that sends a byte now and then would be waited for for
-        # ever; this one is for all of it.
-        async with asyncio.timeout(self._seconds):
-            try:
-                return await self._send(target)
-            except httpx.ConnectError as error:
-                # It never reached the server, so once more is safe; a certificate does not get better.
-                if _tls_error(error):
-                    raise
-                await asyncio.sleep(random.uniform(*_RETRY_DELAY_SECONDS))  # noqa: S311  # jitter needs no secrecy
-                return await self._send(target)
+        try:
+            return await self._send(target)
+        except httpx.ConnectError as error:
+            # It never reached the server, so once more is safe; a certificate does not get better.
+            if _tls_error(error):
+                raise
+            await asyncio.sleep(random.uniform(*_RETRY_DELAY_SECONDS))  # noqa: S311  # jitter needs no secrecy
+            return await self._send(target)
 
     async def _send(self, target: str) -> "_Received":
         raw_path = self._base.raw_path.rstrip(b"/") + target.encode()
@@ -138,7 +137,7 @@ class HttpDialogApi:
         response = await self._transport.handle_async_request(request)
         try:
             body = bytearray()
-            if response.status_code == httpx.codes.OK and _length(response.headers) <= self._max_bytes:
+            if response.status_code == httpx.codes.OK:
                 async for chunk in response.aiter_raw():
                     body += chunk
                     if len(body) > self._max_bytes:
@@ -183,7 +182,7 @@ def _refusal(status: int, headers: httpx.Headers) -> MailLimitAnswer:
 def _fault_of_body(received: _Received, max_bytes: int) -> str | None:
     if received.headers.get("content-encoding", "identity").strip().lower() not in {"", "identity"}:
         return "a compressed answer, which was not asked for"
-    if max(len(received.body), _length(received.headers)) > max_bytes:
+    if len(received.body) > max_bytes:
         return f"an answer of more than {max_bytes} bytes"
     return None if received.body.strip() else "an empty answer"
 
@@ -248,11 +247,6 @@ def _fault_of(error: ValidationError) -> str:
 
 def _unknown(reason: str, *, is_outage: bool = False) -> MailLimitAnswer:
     return MailLimitAnswer(MailLimit.UNKNOWN, reason, is_outage=is_outage)
-
-
-def _length(headers: httpx.Headers) -> int:
-    value = headers.get("content-length", "0")
-    return int(value) if value.isdecimal() else 0
 
 
 class _NoSegment(Exception):
@@ -326,7 +320,12 @@ class _LoopThread:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T], patience: float) -> T:
-        """Wait for the coroutine in another thread; it ends when the waiting is interrupted."""
+        """Wait so many seconds for the coroutine, from another thread; it ends when the waiting does.
+
+        Raises:
+            TimeoutError: it took longer.
+            _LoopClosed: the loop is closed.
+        """
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         except RuntimeError:

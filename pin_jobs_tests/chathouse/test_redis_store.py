@@ -433,6 +433,18 @@ class TestAValkeyThat:
             assert store.forgotten([pair]) == {pair: True}
         assert caplog.messages == []
 
+    def test_loses_our_connection_in_the_middle_is_asked_once_more(
+        self, valkey_url: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        pair = a_pair()
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listener,
+            _passing(listener, _address(valkey_url), lost=1),
+            connect_to_redis(f"redis://127.0.0.1:{listener.getsockname()[1]}/0") as client,
+        ):
+            assert RedisStore(client, LOG).forgotten([pair]) == {pair: False}
+        assert caplog.messages == []
+
     @pytest.mark.parametrize("password", [PASSWORD, ""], ids=["a wrong one", "none"])
     def test_wants_another_password_says_so(
         self, own_valkey: EmbeddedValkey, password: str, caplog: pytest.LogCaptureFixture
@@ -531,8 +543,11 @@ def frozen(valkey: EmbeddedValkey) -> Iterator[None]:
 
 
 @contextmanager
-def _passing(listener: socket.socket, address: tuple[str, int], tls: ssl.SSLContext | None = None) -> Iterator[None]:
-    """Passes connections on to another address, out of TLS if there is any."""
+def _passing(
+    listener: socket.socket, address: tuple[str, int], *, tls: ssl.SSLContext | None = None, lost: int = 0
+) -> Iterator[None]:
+    """Passes connections on to another address, out of TLS if there is any; the first ones are lost once they ask."""
+    to_lose = iter(range(lost))
     ends: list[socket.socket] = []
 
     def copy(source: socket.socket, target: socket.socket) -> None:
@@ -550,6 +565,10 @@ def _passing(listener: socket.socket, address: tuple[str, int], tls: ssl.SSLCont
                 return
             with suppress(OSError):
                 client = tls.wrap_socket(client, server_side=True) if tls else client
+                if next(to_lose, None) is not None:
+                    client.recv(1)
+                    client.close()
+                    continue
                 server = socket.create_connection(address)
                 ends.extend((client, server))
                 threading.Thread(target=copy, args=(client, server), daemon=True).start()
