@@ -30,8 +30,11 @@ setup: .venv/.installed ## set up .venv with the locked dependencies
 dev: setup ## run the jobs on embedded servers, with the web UI on localhost
 	@exec $(BIN)/pin-jobs dev
 
-test: setup ## run all tests (seven to eight minutes on two cores)
-	@$(BIN)/python -m pytest
+# A server of somebody else's is one for all tests, so they take turns there.
+PARALLEL := $(if $(PIN_JOBS_TEST_POSTGRES_URL),,-n auto --dist loadfile --no-loadscope-reorder)
+test: setup ## run all tests (six minutes on two cores)
+	@$(BIN)/python -m pytest $(PARALLEL) -m "not alone"
+	@$(BIN)/python -m pytest -m alone
 
 bench: setup ## run the benchmarks (five to ten minutes, 3 GB of disk)
 	@$(BIN)/python -m bench.history

@@ -61,6 +61,7 @@ def databases(server: Server, messenger_template: str, workload: Workload) -> It
         yield free
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
 def test_a_worker_that_stops_anywhere_leaves_nothing_half_done_and_nothing_behind(
