@@ -32,7 +32,7 @@ dev: setup ## run the jobs on embedded servers, with the web UI on localhost
 
 # A server of somebody else's is one for all tests, so they take turns there.
 PARALLEL := $(if $(PIN_JOBS_TEST_POSTGRES_URL),,-n auto --dist loadfile --no-loadscope-reorder)
-test: setup ## run all tests (six minutes on two cores)
+test: setup ## run all tests (several minutes on two cores)
 	@$(BIN)/python -m pytest $(PARALLEL) -m "not alone"
 	@$(BIN)/python -m pytest -m alone
 
