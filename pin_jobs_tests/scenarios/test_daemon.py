@@ -12,14 +12,9 @@ from pin_jobs_tests.factories import a_finished_call, a_ringing_call, an_answere
 from pin_jobs_tests.scenarios.punctuality import POLLING_INTERVAL, deadline_of, seconds_late
 from pin_jobs_tests.waiting import wait_for
 
-<<<<<<< ours
-=======
 # What is measured is the promise, not what else the machine has to do.
 pytestmark = pytest.mark.alone
 
-RING_TIMEOUT, STALE_ANSWERED_TIMEOUT, POLLING_INTERVAL = timedelta(seconds=45), timedelta(hours=2), 15.0
-
->>>>>>> theirs
 
 @pytest.fixture(scope="module")
 def host(request: pytest.FixtureRequest, server: Any, messenger_template: str) -> Iterator[Deployment]:
