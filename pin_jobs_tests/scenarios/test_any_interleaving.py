@@ -65,6 +65,8 @@ MUST_HAPPEN: Final = (
     "poison found by its call",
     "poison found in the outbox",
     "retry failed",
+    "retry waits",
+    "retry put off by a clock since set back",
     "retry succeeded",
     "outbox row there already",
     "batch lost",
@@ -86,13 +88,24 @@ LOG: Final = logging.getLogger("pin_jobs_tests.interleaving")
 
 # Status, how far past its window, and how long it was talked before the last sign of life.
 NewCall = tuple[str, timedelta, timedelta]
-LATE: Final = (timedelta(0), 10 * SECOND, 5 * MINUTE, DAY, MICROSECOND, -MICROSECOND, -SECOND, -RING_WINDOW, -HOUR)
+LATE: Final = (
+    timedelta(0),
+    10 * SECOND,
+    DAY,
+    5 * MINUTE,
+    2 * DAY,
+    MICROSECOND,
+    -MICROSECOND,
+    -SECOND,
+    -RING_WINDOW,
+    -HOUR,
+)
 NEW_CALLS: Final[list[NewCall]] = [
     *(("Ringing", late, timedelta(0)) for late in LATE for _ in range(3)),
     *(("Answered", late, talked) for late in LATE for talked in (timedelta(0), HOUR, DAY)),
     *(("Answered, updated_at NULL", late, timedelta(0)) for late in LATE),
 ]
-CLOCK_MOVES: Final = (MICROSECOND, SECOND, 30 * SECOND, RING_WINDOW, 15 * MINUTE, STALE_WINDOW, -MINUTE, -HOUR)
+CLOCK_MOVES: Final = (MICROSECOND, SECOND, 30 * SECOND, RING_WINDOW, 15 * MINUTE, STALE_WINDOW, -MINUTE, -HOUR, -HOUR)
 # How often a kind of step is tried, among those that are possible.
 WEIGHTS: Final = {
     "go_on": 16,
@@ -106,7 +119,7 @@ WEIGHTS: Final = {
     "host_ends": 6,
     "host_waits": 4,
     "fault": 5,
-    "mend": 6,
+    "mend": 4,
     "correct": 4,
     "release": 1,
     "move_clock": 6,
@@ -210,7 +223,9 @@ class AnyInterleaving(RuleBasedStateMachine):
             "correct": [(n, status) for n in free if not self.row(n).phase for status in ("Ringing", "Answered")],
             "release": [*self.quarantined, None] if self.quarantined else [],
             # Not while somebody waits, so that the moment of his command is known.
-            "move_clock": [by for by in CLOCK_MOVES if self.model.now + by > START - HOUR] if not self.waiting else [],
+            "move_clock": [by for by in CLOCK_MOVES if self.model.now + by > START - 3 * HOUR]
+            if not self.waiting
+            else [],
             "look": [None],
         }
 
@@ -297,6 +312,11 @@ class AnyInterleaving(RuleBasedStateMachine):
         assert claim.skipped_locked == expected.skipped
         assert claim.remaining == expected.remaining
         assert claim.in_quarantine == expected.waiting
+        put_off = [item for (i, _), item in self.model.stored.quarantine.items() if i in expected.attempts]
+        self.happened["retry waits"] += any(expected.waiting.values())
+        self.happened["retry put off by a clock since set back"] += any(
+            i.next_attempt > self.model.now for i in put_off
+        )
         self.happened["locked call skipped"] += any(expected.skipped.values())
         self.happened["more due than claimed"] += any(expected.remaining.values())
         self.happened["catch-up"] += day is None and len(expected.claimed) > 2 * self.model.sizes.batch
