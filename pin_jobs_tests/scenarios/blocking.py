@@ -18,7 +18,7 @@ _ON_A_LOCK: Final = f"pg_advisory_xact_lock({_KEY})"
 _TABLES: Final = {"transition": ("UPDATE", "call_sessions"), "write_outbox": ("INSERT", "realtime_outbox")}
 # First words of the statement that each op hangs in.
 _STATEMENTS: Final = {
-    "claim": "SELECT id",
+    "claim": "SELECT EXISTS (SELECT FROM messenger.call_sessions",
     "transition": "UPDATE messenger.call_sessions",
     "write_outbox": "INSERT INTO messenger.realtime_outbox",
 }
