@@ -242,7 +242,8 @@ def _write_run_config(page: Page, *lines: str) -> None:
 
 
 def _run_that_closed(host: Deployment, calls: list[StoredCall]) -> str:
-    (cycle,) = [cycle for cycle in host.messenger.cycles() if cycle["missed"] + cycle["failed"] == len(calls)]
+    live = [cycle for cycle in host.messenger.cycles() if cycle["partition"] is None]
+    (cycle,) = [cycle for cycle in live if cycle["missed"] + cycle["failed"] == len(calls)]
     return str(cycle["run_id"])
 
 
