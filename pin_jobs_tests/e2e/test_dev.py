@@ -66,7 +66,7 @@ class Dev:
         assert self.process is not None
         self.process.send_signal(number)
 
-    def exit_code(self, timeout: float = 10) -> int:
+    def exit_code(self, timeout: float = 40) -> int:
         assert self.process is not None
         return self.process.wait(timeout)
 

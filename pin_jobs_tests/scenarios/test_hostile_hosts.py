@@ -3,7 +3,7 @@
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from datetime import timedelta
+from datetime import UTC, timedelta
 from typing import Any
 
 import psycopg
@@ -13,10 +13,11 @@ from sqlalchemy import make_url, text
 from pin_jobs.database import DatabaseRefused, DatabaseUnavailable
 from pin_jobs.messenger.batch import LIVE_CYCLE_LOCK, LOCK_NAMESPACE, CycleResult, ReapBatch, RunLockBusy
 from pin_jobs.messenger.calls import CallEndedEvent, CallMissedEvent, outbox_row
+from pin_jobs.messenger.check import check_messenger
 from pin_jobs.messenger.options import CallTimeoutReaperOptions
 from pin_jobs.messenger.quarantine import list_quarantine, release_from_quarantine
 from pin_jobs.messenger.sensors import look_at_calls
-from pin_jobs.migrations import migrate_messenger
+from pin_jobs.migrations import known_revisions, migrate_messenger
 from pin_jobs.sandbox.host_tables import create_messenger_tables
 from pin_jobs_tests import hosts
 from pin_jobs_tests.conftest import JOBS_ROLE, ROLE_PASSWORD, Interrupted
@@ -277,6 +278,35 @@ class TestOnEveryHost:
             with pytest.raises(DatabaseUnavailable):
                 reap(engine=engine)
             _assert_that_nothing_is_left(messenger, calls, within=2)
+
+    def test_poison_is_taken_out_and_the_rest_closes(self, messenger: Messenger, reap: Reap) -> None:
+        poison, told = messenger.add(a_ringing_call("9min"), a_ringing_call("1min"))
+        messenger.run(
+            "ALTER TABLE messenger.realtime_outbox ADD CONSTRAINT not_this_one "
+            f"CHECK (payload->>'callId' <> '{poison.id}')"
+        )
+        result = reap()
+        assert (result.missed, result.poisoned) == (1, 1)
+        assert (messenger.status(poison), messenger.status(told)) == ("Ringing", "Missed")
+        (kept,) = list_quarantine(messenger.jobs_engine)
+        assert kept.call_id == poison.id
+        assert "not_this_one" in kept.last_error
+
+    def test_a_day_is_backfilled(self, messenger: Messenger, new_batch: NewBatch) -> None:
+        (call,) = messenger.add(a_ringing_call("1min"))
+        batch = new_batch(day=messenger.call(call)["started_at"].astimezone(UTC).date())
+        assert batch.write_outbox(batch.transition(batch.claim())).missed == 1
+        assert [cycle["missed"] for cycle in messenger.cycles()] == [1]
+
+    def test_a_check_finds_a_pooler_where_there_is_one_and_nothing_else(
+        self, request: pytest.FixtureRequest, messenger: Messenger
+    ) -> None:
+        findings = check_messenger(messenger.jobs_engine, CallTimeoutReaperOptions(), known_revisions("messenger"))
+        lines = [f"{finding.severity}: {finding.line}" for finding in findings]
+        if "pgbouncer" in request.node.name:
+            assert [line.partition(";")[0] for line in lines] == ["warning: a pooler stands in between"]
+        else:
+            assert lines == []
 
 
 class TestBehindPgBouncer:
