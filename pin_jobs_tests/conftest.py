@@ -51,8 +51,8 @@ PREFIXES = (
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Half as many again as there are cores, since most of the time is waiting; more would make tests miss limits."""
-    return max(2, min(8, (os.cpu_count() or 1) * 3 // 2))
+    """As many as there are cores: whole deployments run in some, and with more of them tests would miss limits."""
+    return max(2, min(8, os.cpu_count() or 1))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

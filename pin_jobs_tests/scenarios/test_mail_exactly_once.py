@@ -26,7 +26,7 @@ LOG = logging.getLogger("pin_jobs_tests")
 OPTIONS = PostChatMailOptions()
 BOUNDS = StageBounds(concurrency=16, deadline=timedelta(seconds=45))
 HELD = "SELECT count(*) FROM pin_jobs.operator_checks WHERE lease_token IS NOT NULL"
-OPERATORS, PAIRS_OF_EACH, ROUNDS = 20, 50, 20
+OPERATORS, PAIRS_OF_EACH, ROUNDS = 20, 50, 5
 
 
 class SlowDialogApi:
