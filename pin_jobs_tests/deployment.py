@@ -172,6 +172,8 @@ class Dagster:
         else:
             id_ = self.ask(_SENSOR_ID, sensor=sensor)["sensorOrError"]["id"]
             assert self.ask(_SENSOR_OFF, id=id_)["stopSensor"]["__typename"] == "StopSensorMutationResult"
+            # A tick that had begun may still ask for a run.
+            wait_for(lambda: not self._ticks_under_way() and not self.run_ids(*UNFINISHED), 60, "the last tick to end")
         try:
             yield
         finally:
@@ -228,10 +230,15 @@ class Dagster:
 
     def ticks(self, sensor: str = SENSOR, location: str = "pin_jobs") -> list[dict[str, Any]]:
         """Finished ticks of the sensor, newest first: status, timestamp, endTimestamp, skipReason, runIds, error."""
+        return [tick for tick in self._all_ticks(sensor, location) if tick["status"] != "STARTED"]
+
+    def _ticks_under_way(self) -> list[dict[str, Any]]:
+        return [tick for tick in self._all_ticks(SENSOR, "pin_jobs")[:3] if tick["status"] == "STARTED"]
+
+    def _all_ticks(self, sensor: str, location: str) -> list[dict[str, Any]]:
         selector = {**LOCATION, "repositoryLocationName": location, "sensorName": sensor}
         answer = self.ask(_TICKS, sensor=selector)
-        ticks = answer["sensorOrError"]["sensorState"]["ticks"]
-        return [tick for tick in ticks if tick["status"] != "STARTED"]
+        return list(answer["sensorOrError"]["sensorState"]["ticks"])
 
 
 @dataclass(frozen=True)
