@@ -15,7 +15,7 @@ from typing import Any, Final
 import click
 
 from pin_jobs.errors import PinJobsError
-from pin_jobs.migrations import migrate_messenger
+from pin_jobs.migrations import migrate_chathouse, migrate_messenger
 from pin_jobs.sandbox.errors import SandboxError
 from pin_jobs.sandbox.folder import DataFolder, held_data_folder
 from pin_jobs.sandbox.host_tables import create_chathouse_tables, create_messenger_tables
@@ -42,6 +42,7 @@ _SCREEN: Final = """
 
   Runs of the reaper   {url}/locations/pin_jobs/jobs/call_timeout_reaper/runs
   What starts them     {url}/locations/pin_jobs/sensors/call_timeout_reaper_sensor
+  Runs for mail tasks  {url}/locations/pin_jobs/jobs/post_chat_mail/runs
   The calls, in SQL    {psql} '{database}' -c "SELECT status, count(*) FROM messenger.call_sessions GROUP BY 1"
   The dialog API       {dialog_api}/sandbox/faults (POST a fault's name below it, DELETE ends it)
   Data and logs        {data} (remove it to begin anew), {logs}
@@ -148,6 +149,7 @@ class _Sandbox:
             create_messenger_tables(self._postgres.url("messenger"))
             create_chathouse_tables(self._postgres.url("chathouse"))
             migrate_messenger(self._postgres.url("messenger"))
+            migrate_chathouse(self._postgres.url("chathouse"))
         with self._step("Dagster's web server and code server"):
             self._start_web(port)
             self._wait_for_web(port, lambda state: state.loaded, "The code location is not loaded")

@@ -1,9 +1,9 @@
 -- What the dialog API of the sandbox looks up in the stand-in tables of the chathouse.
 
 -- name: find_dialog
--- The limits run out: a dialog has one to four mails an hour, and every one that is sent uses one up.
+-- The limits run out: a dialog has none to three mails an hour, and every one that is sent uses one up.
 SELECT
-    greatest(0, 1 + (hashtext(lady.api_id || dialog.man_ulid) & 3) - (
+    greatest(0, (hashtext(lady.api_id || dialog.man_ulid) & 3) - (
         SELECT count(*) FROM chathouse.inmails AS mail
         WHERE
             mail.lady_db_id = dialog.lady_db_id AND mail.man_ulid = dialog.man_ulid

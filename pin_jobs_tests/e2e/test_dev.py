@@ -129,7 +129,7 @@ def dev() -> Iterator[Dev]:
         dev.clean_up()
 
 
-def test_calls_are_reaped_and_sigterm_leaves_no_process(dev: Dev) -> None:
+def test_calls_are_reaped_tasks_are_created_and_sigterm_leaves_no_process(dev: Dev) -> None:
     begun = time.time()
     dev.start().until_ready()
     state = web_state(dev.port, begun)
@@ -142,6 +142,8 @@ def test_calls_are_reaped_and_sigterm_leaves_no_process(dev: Dev) -> None:
     chats = "SELECT count(*) FROM chathouse.chat_activity WHERE happened_at < now() - interval '10 minutes'"
     wait_for(lambda: dev.query(chats, "chathouse") >= 10, 20, "chats that wait for a mail")
     wait_for(lambda: dev.asks_about_a_dialog() == 200, 20, "the dialog API to answer")
+    tasks = "SELECT count(*) FROM chathouse.operator_tasks WHERE module = 'postChatMail'"
+    wait_for(lambda: dev.query(tasks, "chathouse") >= 3, 120, "tasks to write a mail")
     dev.signal(signal.SIGTERM)
     assert dev.exit_code() == 0
     assert dev.left_behind() == []
