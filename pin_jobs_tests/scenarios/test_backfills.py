@@ -145,7 +145,7 @@ def test_beside_a_backfill_of_many_days_live_cycles_go_on_and_go_first(
                 for until in range(1, 21)
             )
         )
-        with host.dagster.sensor_switched(on=True):
+        with host.dagster.sensor_on():
             late = seconds_late(host, live, timeout=PATIENCE / 2, meanwhile=look_at_the_queue)
         # All of them while the large day's transaction was open and held its calls.
         assert host.messenger.statuses()["Ringing"] >= LARGE

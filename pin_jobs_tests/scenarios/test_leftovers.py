@@ -1,5 +1,6 @@
 """After many failures, runs and ticks: no lock, no session, no connection and no file is left behind."""
 
+import gc
 import os
 import tempfile
 import threading
@@ -112,7 +113,9 @@ def test_a_hundred_cycles_and_ticks_leave_as_much_open_as_before(
 
         assert outcomes.count(False) == 20
         wait_for(lambda: _sessions_of_the_jobs(messenger) == 0, 5, "all sessions to be gone")
-        assert _open_in_this_process() == before
+        after = _open_in_this_process()
+        # Fewer is no leak: what an earlier test left may have been cleared away meanwhile.
+        assert all(now <= then for now, then in zip(after, before, strict=True)), f"{before} before, {after} after"
     assert messenger.statuses() == {"Missed": 103}
     assert len(messenger.outbox()) == 103
 
@@ -188,5 +191,7 @@ def _sessions_of_the_jobs(messenger: Messenger) -> int:
 
 
 def _open_in_this_process() -> tuple[int, int, int]:
+    """Files, connections and threads that are open, without those that only wait to be cleared away."""
+    gc.collect()
     process = psutil.Process(os.getpid())
     return process.num_fds(), len(process.net_connections("all")), threading.active_count()
