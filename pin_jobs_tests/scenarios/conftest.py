@@ -78,7 +78,9 @@ def measured(record_property: Callable[[str, object], None]) -> Callable[..., No
     def note(what: str, **figures: float) -> None:
         for name, value in figures.items():
             record_property(name, value)
-        line = ", ".join(f"{name} {value:.3g}" for name, value in figures.items())
+        line = ", ".join(
+            f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.3g}" for name, value in figures.items()
+        )
         print(f"\n{what}: {line}")  # noqa: T201  # figures are for people
 
     return note
