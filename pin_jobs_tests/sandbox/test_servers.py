@@ -164,3 +164,18 @@ def test_as_root_parents_can_be_passed_through_but_not_read(folder: Path) -> Non
     with EmbeddedPostgres(folder / "private" / "inner" / "pg", said.append):
         assert (folder / "private").stat().st_mode & 0o777 == 0o711
     assert any("private" in line for line in said)
+
+
+def test_a_valkey_that_ended_starts_again_on_its_port_and_with_its_data(folder: Path) -> None:
+    with EmbeddedValkey(folder / "valkey") as valkey:
+        url = valkey.url
+        with redis.Redis.from_url(url) as client:
+            client.set("kept", "yes")
+        [process] = processes_in(folder / "valkey", "valkey-server")
+        process.kill()
+        wait_for(lambda: not valkey.is_running(), 10, "the server to end")
+        valkey.start()
+        assert valkey.url == url
+        with redis.Redis.from_url(url) as client:
+            assert client.get("kept") == b"yes"
+        assert not process.is_running()
