@@ -10,12 +10,12 @@ from sqlalchemy import Engine
 
 from pin_jobs.database import connect_to, parse_database_url
 from pin_jobs.errors import PinJobsError
-from pin_jobs.messenger.batch import moment
 from pin_jobs.messenger.check import check_messenger
 from pin_jobs.messenger.contract import Finding, Severity
 from pin_jobs.messenger.options import CallTimeoutReaperOptions
 from pin_jobs.messenger.quarantine import list_quarantine, release_from_quarantine
 from pin_jobs.migrations import known_revisions, migrate_chathouse, migrate_messenger
+from pin_jobs.moments import moment
 from pin_jobs.settings import CHATHOUSE_DATABASE_URL, MESSENGER_DATABASE_URL, NothingConfigured
 
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from dagster import AssetSpec, Definitions, EnvVar, JobDefinition, SensorDefinition
+from dagster import AssetSpec, ConfigurableResource, Definitions, EnvVar, JobDefinition, SensorDefinition
 
 from pin_jobs.chathouse.jobs import OPERATOR_CHECKS, build_post_chat_mail, build_post_chat_mail_backfill
 from pin_jobs.chathouse.sensors import build_post_chat_mail_sensors
@@ -50,7 +50,7 @@ def build_definitions(environ: Mapping[str, str]) -> Definitions:
         _log.warning("call_timeout_reaper is left out: %s is not set", MESSENGER_DATABASE_URL)
     if settings.has_chathouse:
         mail_options = settings.post_chat_mail
-        of_chathouse: dict[str, Any] = {
+        of_chathouse: dict[str, ConfigurableResource[None]] = {
             "chathouse_database": PostgresResource(url=EnvVar(CHATHOUSE_DATABASE_URL)),
             "redis": RedisResource(url=EnvVar(REDIS_URL)),
             "dialog_api": _dialog_api(settings),

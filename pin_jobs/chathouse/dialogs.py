@@ -116,6 +116,15 @@ class Chat:
         return closed_key(self.pair, self.moment)
 
 
+@dataclass(frozen=True, slots=True)
+class PairResult:
+    """What became of one pair, and a word on why."""
+
+    chat: Chat
+    outcome: Outcome
+    detail: str = ""
+
+
 def due_at(operator: Operator, times: CheckTimes, now: datetime) -> datetime | None:
     """When the next check of an operator is due; `None` for one whose runner has stopped ("Таймери").
 
@@ -157,6 +166,11 @@ def decide(chat: Chat, now: datetime, silence: timedelta) -> Outcome:
     if chat.active_task is not None:
         return Outcome.ACTIVE_TASK
     return Outcome.CANDIDATE
+
+
+def decide_all(chats: Sequence[Chat], now: datetime, silence: timedelta) -> list[PairResult]:
+    """The same for many, each with the kind of its active task if it has one."""
+    return [PairResult(chat, decide(chat, now, silence), chat.active_task or "") for chat in chats]
 
 
 def task_id(chat: Chat) -> uuid.UUID:

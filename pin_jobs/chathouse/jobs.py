@@ -1,17 +1,18 @@
 """The graph of a check, and its two jobs: the one that the sensor launches and the backfill by operator."""
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from dagster import (
     AssetSpec,
     ConfigMapping,
+    ConfigurableResource,
     DynamicPartitionsDefinition,
     Field,
     JobDefinition,
     ResourceDefinition,
     graph,
     in_process_executor,
-    mem_io_manager,
 )
 
 from pin_jobs.chathouse.ops import (
@@ -22,7 +23,9 @@ from pin_jobs.chathouse.ops import (
     operator_checks_resource,
 )
 from pin_jobs.chathouse.options import PostChatMailOptions
+from pin_jobs.resources.run_memory import run_memory
 
+Resources = Mapping[str, ConfigurableResource[None]]
 JOB_NAME: Final = "post_chat_mail"
 BACKFILL_JOB_NAME: Final = "post_chat_mail_backfill"
 # The sensor keeps its keys in step with the operators that have a runner.
@@ -50,7 +53,7 @@ def check_operators() -> None:
     create_tasks(check_mail_limits(find_candidates()))
 
 
-def build_post_chat_mail(options: PostChatMailOptions, resources: dict[str, Any]) -> JobDefinition:
+def build_post_chat_mail(options: PostChatMailOptions, resources: Resources) -> JobDefinition:
     """The check that the sensor launches for operators that are due; by hand, for all at work or for those named."""
     return _build(
         JOB_NAME,
@@ -62,7 +65,7 @@ def build_post_chat_mail(options: PostChatMailOptions, resources: dict[str, Any]
     )
 
 
-def build_post_chat_mail_backfill(options: PostChatMailOptions, resources: dict[str, Any]) -> JobDefinition:
+def build_post_chat_mail_backfill(options: PostChatMailOptions, resources: Resources) -> JobDefinition:
     """The same for one operator, due or not, at work or not; it waits while somebody else checks the operator."""
     return _build(
         BACKFILL_JOB_NAME,
@@ -78,7 +81,7 @@ def _build(  # noqa: PLR0913  # all but four by name
     name: str,
     checks: ResourceDefinition,
     options: PostChatMailOptions,
-    resources: dict[str, Any],
+    resources: Resources,
     *,
     tags: dict[str, str],
     config: ConfigMapping | None = None,
@@ -88,11 +91,25 @@ def _build(  # noqa: PLR0913  # all but four by name
     return check_operators.to_job(
         name=name,
         executor_def=in_process_executor,
-        resource_defs={"io_manager": mem_io_manager, "operator_checks": checks, **resources},
+        resource_defs={
+            "io_manager": run_memory,
+            "operator_checks": checks,
+            **{name: _without_config(made) for name, made in resources.items()},
+        },
         config=config,
         partitions_def=partitions_def,
         tags={"dagster/max_retries": "0", "dagster/max_runtime": str(MAX_RUNTIME_SECONDS), **tags},
         metadata=options.in_words(),
+    )
+
+
+def _without_config(made: ConfigurableResource[None]) -> ResourceDefinition:
+    """The same resource as the environment has it, with nothing to say about it in a run's configuration.
+
+    Else whoever may launch a run could send the token of the dialog API to a place of his own.
+    """
+    return ResourceDefinition(
+        lambda _: made.process_config_and_initialize(), config_schema={}, description=type(made).__doc__
     )
 
 

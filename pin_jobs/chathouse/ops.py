@@ -3,47 +3,53 @@
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import islice
 from typing import Any, Final, cast
 
 from dagster import (
     AssetKey,
     AssetObservation,
+    DagsterError,
     Failure,
     Field,
     InitResourceContext,
-    MetadataValue,
     OpExecutionContext,
     Output,
     ResourceDefinition,
     ResourceParam,
-    TableColumn,
     TableMetadataValue,
-    TableRecord,
-    TableSchema,
     op,
     resource,
 )
 
-from pin_jobs.chathouse.checks import Checked, ChecksFailed, OperatorChecks, PairResult
-from pin_jobs.chathouse.dialogs import Outcome
+from pin_jobs.chathouse.checks import Checked, ChecksFailed, OperatorChecks
+from pin_jobs.chathouse.dialogs import Outcome, PairResult
 from pin_jobs.chathouse.options import PostChatMailOptions
 from pin_jobs.errors import PinJobsError
 from pin_jobs.resources.dialog_api import DialogApiResource
+from pin_jobs.resources.op_outputs import PARTITION_TAG, is_whole, table
 from pin_jobs.resources.postgres import PostgresResource
 from pin_jobs.resources.redis import RedisResource
 
 CHECKS_ASSET: Final = AssetKey("operator_checks")
-PARTITION_TAG: Final = "dagster/partition"
-LONGEST_TABLE: Final = 500
 
 
-class NoOperator(PinJobsError):
+class NoOperator(PinJobsError, DagsterError):
     """A run of the backfill was launched without an operator."""
+
+    # An error of Dagster's too, here and below: Dagster shows those as they are and wraps all others.
 
     def __init__(self) -> None:
         super().__init__(
             f"no operator was given: launch the backfill from the job's Partitions tab, or with the tag {PARTITION_TAG}"
+        )
+
+
+class NotAWholeCheck(PinJobsError, DagsterError):
+    """Some of the three ops were to run without the others: a subset, or again "from failure"."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the three ops of a check share its leases and work together only: launch, or re-execute, all of them"
         )
 
 
@@ -80,6 +86,8 @@ def operator_checks_resource(options: PostChatMailOptions, *, is_backfill: bool)
         run = context.run
         if run is None or context.log is None:
             raise RuntimeError("operator_checks works inside a run only")
+        if not is_whole(run, (find_candidates.name, check_mail_limits.name, create_tasks.name)):
+            raise NotAWholeCheck
         order = Order(context.resource_config["operators"] or None, only_due=context.resource_config["only_due"])
         if is_backfill:
             if PARTITION_TAG not in run.tags:
@@ -123,7 +131,7 @@ def find_candidates(operator_checks: ResourceParam[RunningChecks]) -> Output[Che
         stopped_too=order.stopped_too,
         wait_for_lease=order.wait_for_lease,
     )
-    left_out = _table(("operator_id", "reason"), checked.left_out.items())
+    left_out = table(("operator_id", "reason"), checked.left_out.items())
     return Output(
         checked,
         metadata={
@@ -164,7 +172,7 @@ def create_tasks(
         "pairs": _pairs(checked.results),
     }
     if checked.failures:
-        failed = _table(("operator_id", "reason"), checked.failures.items())
+        failed = table(("operator_id", "reason"), checked.failures.items())
         raise Failure(
             description=str(ChecksFailed(checked.failures)),
             metadata={**metadata, "failed_operators": failed},
@@ -199,13 +207,4 @@ def _pairs(results: Iterable[PairResult]) -> TableMetadataValue:
         (r.chat.operator_id, r.chat.pair.lady_db_id, r.chat.pair.man_ulid, r.chat.moment, r.outcome, r.detail)
         for r in results
     )
-    return _table(_PAIR_COLUMNS, rows)
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> TableMetadataValue:
-    """The first rows as a table of the UI; the counts beside it tell how many there are in all."""
-    records = [
-        TableRecord({name: str(value) for name, value in zip(columns, row, strict=True)})
-        for row in islice(rows, LONGEST_TABLE)
-    ]
-    return MetadataValue.table(records, TableSchema(columns=[TableColumn(name, "string") for name in columns]))
+    return table(_PAIR_COLUMNS, rows)

@@ -1,7 +1,7 @@
 """The sensors that find the operators who are due, and start a check of those that have something to act on."""
 
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Final
 
 from dagster import (
@@ -19,10 +19,12 @@ from dagster import (
 )
 from sqlalchemy import Engine
 
-from pin_jobs.chathouse.checks import READ_TIMEOUT, Look, find_operators, look_at_operators, transaction
 from pin_jobs.chathouse.dialogs import due_at, split
 from pin_jobs.chathouse.jobs import OPERATORS
+from pin_jobs.chathouse.look import Look, look_at_operators
 from pin_jobs.chathouse.options import PostChatMailOptions
+from pin_jobs.chathouse.transaction import READ_TIMEOUT, find_operators, transaction
+from pin_jobs.moments import moment
 from pin_jobs.resources.postgres import PostgresResource
 from pin_jobs.resources.redis import RedisResource
 
@@ -90,7 +92,7 @@ def skip_reason(look: Look, options: PostChatMailOptions) -> str:
     upcoming = [due for due in dues if due > look.now]
     if not upcoming:
         return "Every operator that is due is being checked, or a check of it was asked for."
-    return f"No operator is due; the next check is due at {_moment(min(upcoming))}."
+    return f"No operator is due; the next check is due at {moment(min(upcoming))}."
 
 
 def _partition_requests(context: SensorEvaluationContext, engine: Engine) -> Sequence[PartitionsRequest]:
@@ -105,7 +107,3 @@ def _partition_requests(context: SensorEvaluationContext, engine: Engine) -> Seq
     if gone := sorted(known - wanted):
         requests.append(OPERATORS.build_delete_request(gone))
     return requests
-
-
-def _moment(value: datetime) -> str:
-    return value.astimezone(UTC).isoformat(sep=" ", timespec="milliseconds").replace("+00:00", "Z")

@@ -35,6 +35,7 @@ from pin_jobs.messenger.isolation import (
 from pin_jobs.messenger.options import CallTimeoutReaperOptions
 from pin_jobs.messenger.quarantine import QuarantinedCall, quarantined_call
 from pin_jobs.messenger.transaction import CycleTransaction
+from pin_jobs.moments import moment
 
 LIVE_CYCLE_LOCK: Final = 1
 # Plus the ordinal of the day: a backfill has a lock of its own, or it would take turns with the live cycle.
@@ -460,11 +461,6 @@ def patient(options: CallTimeoutReaperOptions) -> CallTimeoutReaperOptions:
     lock_ttl = min(BACKFILL_PATIENCE * options.lock_ttl, max(options.lock_ttl, timedelta(days=1)))
     scale = lock_ttl / options.lock_ttl
     return replace(options, lock_ttl=lock_ttl, max_run_duration=scale * options.max_run_duration)
-
-
-def moment(value: datetime) -> str:
-    """A moment as people read it: UTC, milliseconds."""
-    return value.astimezone(UTC).isoformat(sep=" ", timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _call(row: RowMapping) -> Call:

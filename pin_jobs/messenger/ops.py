@@ -3,25 +3,19 @@
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 from datetime import date, timedelta
-from itertools import islice
 from typing import Any, Final, cast
 
 from dagster import (
     DagsterError,
-    DagsterRun,
     Failure,
     Field,
     InitResourceContext,
-    MetadataValue,
     OpExecutionContext,
     Out,
     Output,
     ResourceDefinition,
     ResourceParam,
-    TableColumn,
     TableMetadataValue,
-    TableRecord,
-    TableSchema,
     TimeWindowPartitionsDefinition,
     op,
     resource,
@@ -35,18 +29,16 @@ from pin_jobs.messenger.batch import (
     ReapBatch,
     RunLockBusy,
     TransitionedBatch,
-    moment,
 )
 from pin_jobs.messenger.calls import Call, Phase, outbox_row
 from pin_jobs.messenger.isolation import Poison
 from pin_jobs.messenger.options import CallTimeoutReaperOptions
+from pin_jobs.moments import moment
+from pin_jobs.resources.op_outputs import PARTITION_TAG, is_whole, table
 from pin_jobs.resources.postgres import PostgresResource
 
-PARTITION_TAG: Final = "dagster/partition"
 LOCK_BUSY_TAG: Final = "pin_jobs/lock_busy"
 DRY_RUN_TAG: Final = "pin_jobs/dry_run"
-# A table is one row of Dagster's event log: enough to look at, not enough to hurt.
-LONGEST_TABLE: Final = 500
 DRY_RUN_MEANS: Final = "Do everything, show what it would come to, and roll it back."
 
 
@@ -91,7 +83,7 @@ def reap_batch_resource(
         run = context.run
         if run is None or context.log is None:
             raise RuntimeError("reap_batch works inside a run only")
-        if not _is_whole(run):
+        if not is_whole(run, (claim.name, transition.name, write_outbox.name)):
             raise NotAWholeCycle
         database = cast(PostgresResource, context.resources.messenger_database)
         batch_size, is_dry_run = context.resource_config.get("batch_size"), context.resource_config["dry_run"]
@@ -140,7 +132,7 @@ def claim(context: OpExecutionContext, reap_batch: ResourceParam[ReapBatch]) -> 
             "remaining": sum(claimed.remaining.values()),
             "retries": len(claimed.attempts),
             "waiting_in_quarantine": sum(claimed.in_quarantine.values()),
-            "calls": _table(_CLAIMED_COLUMNS, rows),
+            "calls": table(_CLAIMED_COLUMNS, rows),
         },
     )
 
@@ -156,7 +148,7 @@ def transition(reap_batch: ResourceParam[ReapBatch], claimed: Claim) -> Output[T
             "missed": sum(t.phase is Phase.RING_TIMEOUT for t in batch.transitions),
             "failed": sum(t.phase is Phase.STALE_ANSWERED for t in batch.transitions),
             "poisoned": len(batch.poisoned),
-            "calls": _table(_TRANSITION_COLUMNS, changes),
+            "calls": table(_TRANSITION_COLUMNS, changes),
             **_poison_table(batch.poisoned),
         },
     )
@@ -204,9 +196,9 @@ def cycle_metadata(result: CycleResult) -> dict[str, Any]:
         "skipped_locked": sum(result.skipped_locked.values()),
         "remaining": result.remaining,
         "cycle_seconds": _seconds(result.duration),
-        "outbox_rows": _table(_OUTBOX_COLUMNS, rows),
+        "outbox_rows": table(_OUTBOX_COLUMNS, rows),
         **_poison_table(result.poison),
-        **({"quarantine": _table(_QUARANTINE_COLUMNS, in_quarantine)} if result.quarantine else {}),
+        **({"quarantine": table(_QUARANTINE_COLUMNS, in_quarantine)} if result.quarantine else {}),
     }
 
 
@@ -215,11 +207,6 @@ _TRANSITION_COLUMNS: Final = ("call_id", "phase", "status_before", "status", "en
 _POISON_COLUMNS: Final = ("call_id", "phase", "reason")
 _QUARANTINE_COLUMNS: Final = ("call_id", "phase", "attempts", "first_seen", "next_attempt", "last_error")
 _OUTBOX_COLUMNS: Final = ("call_id", "kind", "targets", "outbox_id")
-
-
-def _is_whole(run: DagsterRun) -> bool:
-    chosen = run.step_keys_to_execute or run.resolved_op_selection
-    return not chosen or set(chosen) == {claim.name, transition.name, write_outbox.name}
 
 
 def _day(days: TimeWindowPartitionsDefinition, key: str | None) -> date:
@@ -231,7 +218,7 @@ def _day(days: TimeWindowPartitionsDefinition, key: str | None) -> date:
 
 def _poison_table(poisoned: Sequence[Poison]) -> dict[str, TableMetadataValue]:
     rows = ((item.call.id, item.call.phase, item.reason) for item in poisoned)
-    return {"poisoned_calls": _table(_POISON_COLUMNS, rows)} if poisoned else {}
+    return {"poisoned_calls": table(_POISON_COLUMNS, rows)} if poisoned else {}
 
 
 def _count(calls: Iterable[Call], phase: Phase) -> int:
@@ -240,17 +227,3 @@ def _count(calls: Iterable[Call], phase: Phase) -> int:
 
 def _seconds(duration: timedelta) -> float:
     return round(duration.total_seconds(), 3)
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> TableMetadataValue:
-    """The first rows as a table of the UI; the counts beside it tell how many there are in all."""
-    records = [
-        TableRecord(
-            {name: value if isinstance(value, float) else str(value) for name, value in zip(columns, row, strict=True)}
-        )
-        for row in islice(rows, LONGEST_TABLE)
-    ]
-    schema = TableSchema(
-        columns=[TableColumn(name, "float" if name.endswith("_seconds") else "string") for name in columns]
-    )
-    return MetadataValue.table(records, schema)

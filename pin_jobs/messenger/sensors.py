@@ -21,10 +21,10 @@ from dagster import (
 from sqlalchemy import Engine
 
 from pin_jobs.database import clear_errors
-from pin_jobs.messenger.batch import moment
 from pin_jobs.messenger.calls import RETRY_DELAYS
 from pin_jobs.messenger.options import CallTimeoutReaperOptions
 from pin_jobs.messenger.transaction import DATABASE, QUERIES, QUERIES_WITHOUT_SCHEMA
+from pin_jobs.moments import moment
 from pin_jobs.resources.postgres import PostgresResource
 
 DUE_TAG: Final = "pin_jobs/due"

@@ -10,9 +10,10 @@ from datetime import timedelta
 import pytest
 from redis import Redis
 
-from pin_jobs.chathouse.checks import OperatorChecks, look_at_operators
+from pin_jobs.chathouse.checks import OperatorChecks
 from pin_jobs.chathouse.dialog_api import MailLimit, MailLimitAnswer, StageBounds
 from pin_jobs.chathouse.dialogs import PAID_ACTIONS, Outcome
+from pin_jobs.chathouse.look import look_at_operators
 from pin_jobs.chathouse.options import PostChatMailOptions
 from pin_jobs.chathouse.redis_store import RedisStore
 

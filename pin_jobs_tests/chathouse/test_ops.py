@@ -5,7 +5,9 @@ import logging
 import pytest
 from dagster import (
     AssetKey,
+    DagsterEventType,
     DagsterInstance,
+    DagsterInvalidConfigError,
     EnvVar,
     TableMetadataValue,
     build_sensor_context,
@@ -185,6 +187,29 @@ class TestTheBackfill:
         run = backfill()
         assert not run.success
         assert chathouse.tasks() == []
+
+    def test_takes_no_address_from_whoever_launches_it(self, chathouse, resources, instance):
+        chathouse.add_chat(chathouse.add_operator("anna"))
+        job = build_post_chat_mail_backfill(PostChatMailOptions(), resources)
+        elsewhere = {"resources": {"dialog_api": {"config": {"url": "http://127.0.0.1:9/elsewhere"}}}}
+        with pytest.raises(
+            DagsterInvalidConfigError, match='unexpected config entry "url" at path root:resources:dialog_api'
+        ):
+            job.execute_in_process(elsewhere, instance=instance, tags={"dagster/partition": "anna"})
+        assert instance.get_runs_count() == 0
+
+
+@pytest.mark.parametrize("ops", [["find_candidates"], ["find_candidates", "check_mail_limits"]])
+def test_some_of_the_ops_do_not_run_without_the_others(chathouse, resources, instance, ops):
+    chathouse.add_chat(chathouse.add_operator("anna"))
+    job = build_post_chat_mail(PostChatMailOptions(), resources)
+    result = job.execute_in_process(instance=instance, raise_on_error=False, op_selection=ops)
+    (failure,) = instance.all_logs(result.run_id, DagsterEventType.RUN_FAILURE)
+    assert failure.dagster_event.job_failure_data.error.message.strip() == (
+        "pin_jobs.chathouse.ops.NotAWholeCheck: the three ops of a check share its leases and work together only: "
+        "launch, or re-execute, all of them"
+    )
+    assert chathouse.value("SELECT count(*) FROM pin_jobs.operator_checks WHERE lease_token IS NOT NULL") == 0
 
 
 class TestTheSensor:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, Response, expect
 
-from pin_jobs.messenger.batch import moment
+from pin_jobs.moments import moment
 from pin_jobs_tests.deployment import JOB, SENSOR, Deployment, deployment
 from pin_jobs_tests.e2e.passwords import PASSWORD, assert_no_password
 from pin_jobs_tests.factories import StoredCall, a_ringing_call, an_answered_call

@@ -6,8 +6,9 @@ from dagster import DagsterEventType, DagsterInstance, EnvVar, TableMetadataValu
 
 from pin_jobs.messenger.batch import LIVE_CYCLE_LOCK, LOCK_NAMESPACE
 from pin_jobs.messenger.jobs import JOB_NAME, build_call_timeout_reaper
-from pin_jobs.messenger.ops import DRY_RUN_TAG, LOCK_BUSY_TAG, LONGEST_TABLE
+from pin_jobs.messenger.ops import DRY_RUN_TAG, LOCK_BUSY_TAG
 from pin_jobs.messenger.options import CallTimeoutReaperOptions
+from pin_jobs.resources.op_outputs import LONGEST_TABLE
 from pin_jobs.resources.postgres import PostgresResource
 from pin_jobs_tests.factories import a_ringing_call, an_answered_call
 from pin_jobs_tests.proxy import Breakpoint

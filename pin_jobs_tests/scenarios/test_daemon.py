@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pin_jobs.messenger.batch import moment
+from pin_jobs.moments import moment
 from pin_jobs_tests.deployment import UNFINISHED, Deployment, deployment, percentile
 from pin_jobs_tests.factories import a_finished_call, a_ringing_call, an_answered_call
 from pin_jobs_tests.scenarios.punctuality import POLLING_INTERVAL, deadline_of, seconds_late

@@ -19,8 +19,9 @@ from multiprocessing.synchronize import Event
 import pytest
 from redis import Redis
 
-from pin_jobs.chathouse.checks import OperatorChecks, look_at_operators
+from pin_jobs.chathouse.checks import OperatorChecks
 from pin_jobs.chathouse.dialog_api import DialogApi, MailLimit, MailLimitAnswer, StageBounds
+from pin_jobs.chathouse.look import look_at_operators
 from pin_jobs.chathouse.options import PostChatMailOptions
 from pin_jobs.chathouse.redis_store import RedisStore
 from pin_jobs_tests.chathouse.factories_chathouse import Chathouse
