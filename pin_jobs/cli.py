@@ -8,10 +8,10 @@ from uuid import UUID
 import click
 from sqlalchemy import Engine
 
+from pin_jobs.contract import Finding, Severity
 from pin_jobs.database import connect_to, parse_database_url
 from pin_jobs.errors import PinJobsError
 from pin_jobs.messenger.check import check_messenger
-from pin_jobs.messenger.contract import Finding, Severity
 from pin_jobs.messenger.options import CallTimeoutReaperOptions
 from pin_jobs.messenger.quarantine import list_quarantine, release_from_quarantine
 from pin_jobs.migrations import known_revisions, migrate_chathouse, migrate_messenger

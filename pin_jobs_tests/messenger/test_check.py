@@ -4,9 +4,10 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from pin_jobs.contract import Severity
 from pin_jobs.database import connect_to, parse_database_url
 from pin_jobs.messenger.check import check_messenger
-from pin_jobs.messenger.contract import COLUMNS, TABLE_PRIVILEGES, Severity
+from pin_jobs.messenger.contract import COLUMNS, TABLE_PRIVILEGES
 from pin_jobs.messenger.options import CallTimeoutReaperOptions
 from pin_jobs.migrations import known_revisions
 from pin_jobs_tests.conftest import GRANTS, JOBS_ROLE
