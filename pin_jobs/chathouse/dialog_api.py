@@ -12,7 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
+from importlib import import_module
 from typing import Final, NamedTuple, Protocol
+
+from pin_jobs.errors import PinJobsError
 
 _REASONS_LOGGED: Final = 5
 _LONGEST_WAIT_SECONDS: Final = 0.5
@@ -58,6 +61,36 @@ class DialogApi(Protocol):
         errs, is slow or says something odd.
         """
         ...
+
+
+class InvalidAdapter(PinJobsError):
+    """The host's own adapter for its dialog API cannot be used."""
+
+    def __init__(self, adapter: str, reason: str) -> None:
+        super().__init__(f"the adapter {adapter} of the dialog API {reason}; its form is package.module:name")
+
+
+def load_adapter(name: str) -> DialogApi:
+    """What `package.module:name` makes when it is called; `close` it at the end.
+
+    Raises:
+        InvalidAdapter: it cannot be made, or is no `DialogApi`.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        api: DialogApi = getattr(import_module(module), attribute)()
+    except Exception as error:  # it is the host's code, a KeyError of its environment for one
+        raise InvalidAdapter(name, f"cannot be made ({type(error).__name__})") from error
+    if not callable(getattr(api, "mail_limit", None)):
+        raise InvalidAdapter(name, "has no method mail_limit")
+    return api
+
+
+def close(api: DialogApi) -> None:
+    """Call its method `close`, if it has one."""
+    method = getattr(api, "close", None)
+    if callable(method):
+        method()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

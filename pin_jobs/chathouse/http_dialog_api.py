@@ -4,25 +4,24 @@ In a module of its own because httpx takes a tenth of a second to import: loaded
 """
 
 import asyncio
-import concurrent.futures
 import os
 import random
 import re
 import ssl
-import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from types import TracebackType
-from typing import Annotated, Any, Final, Literal, Self, TypeVar
+from typing import Annotated, Final, Literal, Self
 from urllib.parse import quote, urlsplit
 
 import httpx
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from pin_jobs.chathouse.dialog_api import MailLimit, MailLimitAnswer
+from pin_jobs.chathouse.loop_thread import LoopClosed, LoopThread
 from pin_jobs.errors import PinJobsError
 
 MAX_BYTES: Final = 4 * 1024 * 1024
@@ -42,7 +41,6 @@ _LONGEST_PAUSE: Final = timedelta(days=365)
 _RETRY_DELAY_SECONDS: Final = (0.05, 0.3)
 # The next request of a stage follows at once; an idle connection is closed before the server thinks of it.
 _KEEP_ALIVE_SECONDS: Final = 2.0
-T = TypeVar("T")
 
 
 class InvalidDialogApi(PinJobsError):
@@ -84,7 +82,7 @@ class HttpDialogApi:
             verify=tls or self._base.scheme == "https",
             limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEEP_ALIVE_SECONDS),
         )
-        self._loop = _LoopThread()
+        self._loop = LoopThread()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}>"
@@ -103,22 +101,26 @@ class HttpDialogApi:
 
     def mail_limit(self, lady_api_id: str, man_ulid: str) -> MailLimitAnswer:
         """Ask for one dialog: one request, or two where the first could not even connect."""
+        return self.ask(lady_api_id, man_ulid)[1]
+
+    def ask(self, lady_api_id: str, man_ulid: str) -> tuple[int | None, MailLimitAnswer]:
+        """The same, with the HTTP status before it: `None` where no answer came."""
         try:
             target = f"/dialogs/{_segment(lady_api_id)}/{_segment(man_ulid)}/messages"
             # httpx's own timeouts are for each read, and a server that sends a byte now and then would be waited for
             # for ever; this one is for all of it.
             received = self._loop.run(self._get(target), patience=self._seconds)
         except _NoSegment:
-            return _unknown("an id that cannot stand in a URL")
+            return None, _unknown("an id that cannot stand in a URL")
         except (TimeoutError, httpx.TimeoutException):
-            return _unknown(f"no answer within {self._seconds:g} s", is_outage=True)
+            return None, _unknown(f"no answer within {self._seconds:g} s", is_outage=True)
         except httpx.HTTPError as error:
-            return _unknown(_words_of(error), is_outage=True)
-        except _LoopClosed:
-            return _unknown("broken off")
+            return None, _unknown(_words_of(error), is_outage=True)
+        except LoopClosed:
+            return None, _unknown("broken off")
         except Exception as error:  # noqa: BLE001  # the libraries do not translate everything that a server can do
-            return _unknown(f"the request failed ({type(error).__name__})", is_outage=True)
-        return _read(received, self._max_bytes)
+            return None, _unknown(f"the request failed ({type(error).__name__})", is_outage=True)
+        return received.status, _read(received, self._max_bytes)
 
     async def _get(self, target: str) -> "_Received":
         try:
@@ -305,53 +307,3 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         yield error
         # One error for each of a host's addresses: any of them will do.
         error = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error.__cause__ or error.__context__
-
-
-class _LoopClosed(Exception):
-    """`close` was called."""
-
-
-class _LoopThread:
-    """An event loop in a daemon thread: cancelling is what ends a request wherever it hangs, in a look-up too."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="dialog API loop", daemon=True)
-        self._thread.start()
-
-    def run(self, coroutine: Coroutine[Any, Any, T], patience: float) -> T:
-        """Wait so many seconds for the coroutine, from another thread; it ends when the waiting does.
-
-        Raises:
-            TimeoutError: it took longer.
-            _LoopClosed: the loop is closed.
-        """
-        try:
-            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        except RuntimeError:
-            coroutine.close()
-            raise _LoopClosed from None
-        try:
-            return future.result(patience)
-        except concurrent.futures.CancelledError:
-            raise _LoopClosed from None
-        finally:
-            future.cancel()
-
-    def close(self, last: Coroutine[Any, Any, None]) -> None:
-        """Cancel everything, run `last`, and end the thread; does nothing the second time."""
-        with suppress(_LoopClosed, TimeoutError):
-            self.run(self._cancel_all(), patience=1)
-        with suppress(_LoopClosed, TimeoutError):
-            self.run(last, patience=1)
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(1)
-            if not self._thread.is_alive():
-                self._loop.close()
-
-    async def _cancel_all(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)

@@ -6,38 +6,23 @@ that cannot be written is refilled from the database at the next check.
 
 import json
 import logging
-import re
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
-from uuid import UUID
+from uuid import UUID, uuid4
 
-from pin_jobs.errors import PinJobsError
+from pin_jobs.chathouse.redis_client import bounded, words_of
 
 if TYPE_CHECKING:
     from redis import Redis
 
 FORGOTTEN_FOR: Final = timedelta(minutes=10)
+_MARKS: Final = "chathouse:checkPostChatMailDialog:"
 _OUR_MODULE: Final = "postChatMail"
-# Redis itself gets less for each of its steps; this is for what has no limit of its own, such as looking up a name, or
-# an answer that comes byte by byte.
-_PATIENCE_SECONDS: Final = 5.0
 # After it could not be reached: one check has many things to say to Redis, and would wait for it each time.
 _REST_SECONDS: Final = 10.0
-T = TypeVar("T")
-
-
-class InvalidRedisUrl(PinJobsError):
-    """The URL of Redis cannot be used; the message shows nothing of it."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the URL of Redis is not of the form redis://:password@host:6379/0, rediss://... or unix://..."
-        )
 
 
 class PairLike(Protocol):
@@ -108,7 +93,7 @@ class Refill:
 
 def forgotten_key(pair: PairLike) -> str:
     """The mark of a dialog that had no mail limits left; it lives as long as that is believed."""
-    return f"chathouse:checkPostChatMailDialog:{pair.lady_db_id}_{pair.man_ulid}"
+    return f"{_MARKS}{pair.lady_db_id}_{pair.man_ulid}"
 
 
 def store_key(operator_id: str) -> str:
@@ -119,33 +104,41 @@ def store_key(operator_id: str) -> str:
     return f"chathouse:operator:{operator_id}:tasks"
 
 
-def connect_to_redis(url: str, *, timeout: timedelta = timedelta(seconds=2)) -> "Redis":
-    """A client for `redis://`, `rediss://` (TLS) and `unix://` URLs; it connects when it is first used.
+@dataclass(frozen=True, slots=True)
+class RedisFault:
+    """What is wrong with Redis, in words; `is_lasting` when waiting does not help."""
 
-    `timeout` bounds the connecting, and the waiting for each part of an answer. A connection that turns out to be lost
-    is replaced once; a server that is slow is not asked again.
+    words: str
+    is_lasting: bool
 
-    Raises:
-        InvalidRedisUrl: the message shows nothing of the URL.
+
+def find_fault(client: "Redis") -> RedisFault | None:
+    """What is wrong with Redis, if anything: does it answer, take a mark with a time to live, and give it back?
+
+    Reads and writes as the checks do, under keys that belong to no dialog and no operator. What is left is one mark,
+    which is gone ten seconds later.
     """
-    # A tenth of a second that a run without a use for Redis need not spend.
-    from redis import Redis  # noqa: PLC0415  # see above
-    from redis.backoff import NoBackoff  # noqa: PLC0415  # see above
-    from redis.exceptions import ConnectionError as RedisConnectionError  # noqa: PLC0415  # see above
-    from redis.retry import Retry  # noqa: PLC0415  # see above
+    from redis import exceptions  # noqa: PLC0415  # loaded with the client, which costs time
 
-    seconds = timeout.total_seconds()
+    nobody = f"pin-jobs-check-{uuid4()}"
+    mark, store = f"{_MARKS}{nobody}", store_key(nobody)
+    pipeline = client.pipeline(transaction=False)
+    for command in (("PING",), ("SET", mark, "1", "EX", 10), ("MGET", mark), ("HGETALL", store), ("HDEL", store, "x")):
+        pipeline.execute_command(*command)  # type: ignore[no-untyped-call]  # the library's own gap
     try:
-        return Redis.from_url(
-            url.strip(),
-            socket_timeout=seconds,
-            socket_connect_timeout=seconds,
-            # The library's own default takes seconds to report a refused connection.
-            retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
-            client_name="pin-jobs",
+        replies: list[Any] = bounded(lambda: pipeline.execute(raise_on_error=False))
+    except Exception as error:  # noqa: BLE001  # whatever Redis does, it is a finding
+        replies = [error]
+    faults = [reply for reply in replies if isinstance(reply, Exception)]
+    if faults:
+        lasting = (
+            exceptions.AuthenticationError,
+            exceptions.AuthorizationError,
+            exceptions.NoPermissionError,
+            exceptions.ReadOnlyError,
         )
-    except (ValueError, TypeError):
-        raise InvalidRedisUrl from None
+        return RedisFault(words_of(faults[0]), isinstance(faults[0], lasting))
+    return None if replies[2] == [b"1"] else RedisFault("does not give back what was written to it", is_lasting=False)
 
 
 class RedisStore:
@@ -237,15 +230,15 @@ class RedisStore:
         for command in commands:
             pipeline.execute_command(*command)  # type: ignore[no-untyped-call]  # the library's own gap
         try:
-            replies = _bounded(lambda: pipeline.execute(raise_on_error=False))
+            replies = bounded(lambda: pipeline.execute(raise_on_error=False))
         except Exception as error:  # noqa: BLE001  # whatever Redis does, the check goes on
             self._rests_until = self._clock() + _REST_SECONDS
-            self._log.warning("Redis %s: %s of this check are left out", _words_of(error), what)
+            self._log.warning("Redis %s: %s of this check are left out", words_of(error), what)
             return None
         faults = [reply for reply in replies if isinstance(reply, Exception)]
         if faults:
             counted = f"{len(faults)} of {len(replies)}"
-            self._log.warning("Redis %s: %s commands about %s", _words_of(faults[0]), counted, what)
+            self._log.warning("Redis %s: %s commands about %s", words_of(faults[0]), counted, what)
         return replies
 
 
@@ -288,37 +281,3 @@ def _text(value: bytes) -> str:
 def _moment(moment: datetime) -> str:
     # isoformat cuts milliseconds off and never rounds.
     return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def _bounded(action: Callable[[], T]) -> T:
-    """Run it in a thread that is left to itself when it takes too long."""
-    outcomes: SimpleQueue[tuple[T | None, Exception | None]] = SimpleQueue()
-
-    def work() -> None:
-        try:
-            outcomes.put((action(), None))
-        except Exception as error:  # noqa: BLE001  # raised again below
-            outcomes.put((None, error))
-
-    threading.Thread(target=work, name="Redis", daemon=True).start()
-    try:
-        result, error = outcomes.get(timeout=_PATIENCE_SECONDS)
-    except Empty:
-        raise TimeoutError from None
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]  # without an error it is a result
-
-
-def _words_of(error: Exception) -> str:
-    """What is wrong, without what the error itself says: that may hold an address or a value."""
-    from redis import exceptions  # noqa: PLC0415  # loaded with the client, which costs time
-
-    if isinstance(error, exceptions.AuthenticationError | exceptions.AuthorizationError):
-        return "does not accept the password"
-    if isinstance(error, TimeoutError | exceptions.TimeoutError):
-        return "does not answer in time"
-    if isinstance(error, exceptions.ConnectionError | OSError):
-        return "cannot be reached"
-    code = re.match(r"[A-Z]{3,}\b", str(error))
-    return f"refuses ({code[0] if code else type(error).__name__})"

@@ -3,20 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from importlib import import_module
 
 from dagster import ConfigurableResource
 from pydantic import Field
 
-from pin_jobs.chathouse.dialog_api import DialogApi, StageBounds
-from pin_jobs.errors import PinJobsError
-
-
-class InvalidAdapter(PinJobsError):
-    """The host's own adapter for its dialog API cannot be used."""
-
-    def __init__(self, adapter: str, reason: str) -> None:
-        super().__init__(f"the adapter {adapter} of the dialog API {reason}; its form is package.module:name")
+from pin_jobs.chathouse.dialog_api import DialogApi, StageBounds, close, load_adapter
 
 
 class DialogApiResource(ConfigurableResource[None]):
@@ -42,7 +33,7 @@ class DialogApiResource(ConfigurableResource[None]):
             InvalidDialogApi, InvalidAdapter: the message shows neither URL nor token.
         """
         if self.adapter.strip():
-            api = _adapter(self.adapter.strip())
+            api = load_adapter(self.adapter.strip())
         else:
             # Here because it costs time, which runs that ask for nothing need not spend.
             from pin_jobs.chathouse.http_dialog_api import HttpDialogApi  # noqa: PLC0415  # see above
@@ -51,21 +42,8 @@ class DialogApiResource(ConfigurableResource[None]):
         try:
             yield api
         finally:
-            close = getattr(api, "close", None)
-            if callable(close):
-                close()
+            close(api)
 
     def bounds(self, deadline: timedelta) -> StageBounds:
         """What `ask_all` may take, with all requests of the run done within `deadline`."""
         return StageBounds(concurrency=self.concurrency, deadline=deadline)
-
-
-def _adapter(name: str) -> DialogApi:
-    module, _, attribute = name.partition(":")
-    try:
-        api: DialogApi = getattr(import_module(module), attribute)()
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise InvalidAdapter(name, f"cannot be made ({type(error).__name__})") from error
-    if not callable(getattr(api, "mail_limit", None)):
-        raise InvalidAdapter(name, "has no method mail_limit")
-    return api

@@ -8,7 +8,8 @@ from datetime import timedelta
 from dagster import ConfigurableResource
 from pydantic import Field
 
-from pin_jobs.chathouse.redis_store import RedisStore, connect_to_redis
+from pin_jobs.chathouse.redis_client import connect_to_redis
+from pin_jobs.chathouse.redis_store import RedisStore
 
 
 class RedisResource(ConfigurableResource[None]):

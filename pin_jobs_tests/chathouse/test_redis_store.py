@@ -20,13 +20,12 @@ import pytest
 import trustme
 from redis import Redis
 
+from pin_jobs.chathouse.redis_client import InvalidRedisUrl, connect_to_redis
 from pin_jobs.chathouse.redis_store import (
-    InvalidRedisUrl,
     OperatorStore,
     RedisStore,
     Refill,
     StoredTask,
-    connect_to_redis,
     forgotten_key,
     store_key,
 )
@@ -373,7 +372,7 @@ class TestARedisThat:
     def test_answers_byte_by_byte_is_not_waited_for(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr("pin_jobs.chathouse.redis_store._PATIENCE_SECONDS", 0.5)
+        monkeypatch.setattr("pin_jobs.chathouse.redis_client._PATIENCE_SECONDS", 0.5)
         begun = time.monotonic()
         with a_server(drips) as url, connect_to_redis(url) as client:
             assert_nothing_is_known(RedisStore(client, LOG))

@@ -28,3 +28,7 @@ class NoAdapter:
 
 def fails() -> None:
     raise ValueError("s3cr3t")
+
+
+def lacks_a_variable() -> None:
+    raise KeyError("CRM_URL")

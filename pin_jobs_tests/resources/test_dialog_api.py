@@ -13,9 +13,9 @@ from dagster import Definitions, EnvVar, ResourceParam, job, op
 from dagster._core.remote_representation.external_data import RepositorySnap
 from dagster._serdes import serialize_value
 
-from pin_jobs.chathouse.dialog_api import MailLimit, StageBounds
+from pin_jobs.chathouse.dialog_api import InvalidAdapter, MailLimit, StageBounds
 from pin_jobs.chathouse.http_dialog_api import InvalidDialogApi
-from pin_jobs.resources.dialog_api import DialogApiResource, InvalidAdapter
+from pin_jobs.resources.dialog_api import DialogApiResource
 from pin_jobs.resources.redis import RedisResource
 from pin_jobs.sandbox.dialog_api import FAULTS, DialogApiServer
 from pin_jobs_tests.conftest import DIALOG_API_TOKEN, REPOSITORY_ROOT
@@ -137,6 +137,7 @@ class TestAnAdapter:
             (ADAPTERS, "cannot be made (AttributeError)"),
             (":Api", "cannot be made (ValueError)"),
             (f"{ADAPTERS}:fails", "cannot be made (ValueError)"),
+            (f"{ADAPTERS}:lacks_a_variable", "cannot be made (KeyError)"),
             (f"{ADAPTERS}:NoAdapter", "has no method mail_limit"),
         ],
     )

@@ -3,7 +3,8 @@ import logging
 import pytest
 from redis import Redis
 
-from pin_jobs.chathouse.redis_store import InvalidRedisUrl, forgotten_key
+from pin_jobs.chathouse.redis_client import InvalidRedisUrl
+from pin_jobs.chathouse.redis_store import forgotten_key
 from pin_jobs.resources.redis import RedisResource
 from pin_jobs_tests.chathouse.factories_chathouse import Dialog, Lady, new_ulid
 from pin_jobs_tests.waiting import wait_for
