@@ -106,6 +106,7 @@ def _tables(connection: Connection, names: list[str]) -> dict[str, Table]:
     for row in connection.execute(_QUERIES["read_columns"], {"names": names}):
         columns.setdefault(row.table_name, {})[row.name] = FoundColumn(
             type=row.type,
+            length=row.length,
             is_required=row.is_required,
             has_default=row.has_default,
             is_generated=row.is_generated,

@@ -40,9 +40,12 @@ SELECT namespace.nspname || '.' || class.relname AS name, class.relkind AS kind,
  WHERE namespace.nspname || '.' || class.relname = ANY (CAST(:names AS text[]))
 
 -- name: read_columns
--- Per column its type (a domain's is that below it) and what our role may do with it.
+-- Per column its type (a domain's is that below it) and what our role may do with it. char(n) and varchar(n) are kept
+-- as n + 4.
 SELECT namespace.nspname || '.' || class.relname AS table_name, attribute.attname AS name,
-       format_type(CASE type.typtype WHEN 'd' THEN type.typbasetype ELSE type.oid END, NULL) AS type,
+       format_type(base.type, NULL) AS type,
+       CASE WHEN base.type IN (CAST('bpchar' AS regtype), CAST('varchar' AS regtype)) AND base.modifier > 4
+            THEN base.modifier - 4 END AS length,
        attribute.attnotnull AS is_required, attribute.atthasdef OR attribute.attidentity <> '' AS has_default,
        attribute.attgenerated <> '' OR attribute.attidentity = 'a' AS is_generated,
        ARRAY(SELECT privilege FROM unnest(ARRAY['SELECT', 'INSERT', 'UPDATE']) AS privilege
@@ -51,6 +54,9 @@ SELECT namespace.nspname || '.' || class.relname AS table_name, attribute.attnam
   JOIN pg_class AS class ON class.oid = attribute.attrelid
   JOIN pg_namespace AS namespace ON namespace.oid = class.relnamespace
   JOIN pg_type AS type ON type.oid = attribute.atttypid
+ CROSS JOIN LATERAL (SELECT CASE type.typtype WHEN 'd' THEN type.typbasetype ELSE type.oid END AS type,
+                            CASE type.typtype WHEN 'd' THEN type.typtypmod ELSE attribute.atttypmod END AS modifier)
+            AS base
  WHERE namespace.nspname || '.' || class.relname = ANY (CAST(:names AS text[]))
    AND attribute.attnum > 0 AND NOT attribute.attisdropped
 

@@ -1,22 +1,33 @@
 """The command line: `pin-jobs dev`, `migrate`, `check` and `quarantine`."""
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from uuid import UUID
 
 import click
 from sqlalchemy import Engine
 
+from pin_jobs.chathouse.check import check_chathouse
+from pin_jobs.chathouse.check_services import check_adapter, check_dialog_api, check_redis
 from pin_jobs.contract import Finding, Severity
 from pin_jobs.database import connect_to, parse_database_url
 from pin_jobs.errors import PinJobsError
 from pin_jobs.messenger.check import check_messenger
-from pin_jobs.messenger.options import CallTimeoutReaperOptions
 from pin_jobs.messenger.quarantine import list_quarantine, release_from_quarantine
 from pin_jobs.migrations import known_revisions, migrate_chathouse, migrate_messenger
 from pin_jobs.moments import moment
-from pin_jobs.settings import CHATHOUSE_DATABASE_URL, MESSENGER_DATABASE_URL, NothingConfigured
+from pin_jobs.settings import (
+    CHATHOUSE_DATABASE_URL,
+    DIALOG_API_ADAPTER,
+    DIALOG_API_TOKEN,
+    DIALOG_API_URL,
+    MESSENGER_DATABASE_URL,
+    REDIS_URL,
+    NothingConfigured,
+    Settings,
+)
 
 
 class _OneLineErrors(click.Group):
@@ -61,7 +72,7 @@ def dev(port: int, data_dir: Path) -> None:
 @main.command()
 def migrate() -> None:
     """Create or upgrade the schema pin_jobs in each configured database; safe to repeat, and to run twice at once."""
-    urls = {name: os.environ.get(name, "").strip() for name in (MESSENGER_DATABASE_URL, CHATHOUSE_DATABASE_URL)}
+    urls = {name: _variable(name) for name in (MESSENGER_DATABASE_URL, CHATHOUSE_DATABASE_URL)}
     if not any(urls.values()):
         raise NothingConfigured
     for name, variable, upgrade in (
@@ -78,24 +89,68 @@ def migrate() -> None:
 
 @main.command()
 def check() -> None:
-    """Compare the configured databases with what the jobs need, a line each; exit 1 when something would break."""
-    if not any(os.environ.get(name, "").strip() for name in (MESSENGER_DATABASE_URL, CHATHOUSE_DATABASE_URL)):
-        raise NothingConfigured
-    options = CallTimeoutReaperOptions.from_environment(os.environ)
-    findings: list[Finding] = []
-    if os.environ.get(MESSENGER_DATABASE_URL, "").strip():
-        try:
-            findings = check_messenger(_messenger_database("check"), options, known_revisions("messenger"))
-        except PinJobsError as error:
-            findings = [Finding(Severity.ERROR, str(error))]
-        for finding in findings:
-            click.echo(f"{finding.severity}: messenger: {finding.line}")
-        if not findings:
-            click.echo("ok: messenger: the database has all that call_timeout_reaper needs")
-    else:
-        click.echo(f"messenger: left out, {MESSENGER_DATABASE_URL} is not set")
-    if any(finding.severity is Severity.ERROR for finding in findings):
+    """Compare what is configured with what the jobs need, a line each; exit 1 when something would break."""
+    settings = Settings.from_environment(os.environ)
+    is_well = True
+    for name, variable, is_configured, checks in (
+        ("messenger", MESSENGER_DATABASE_URL, settings.has_messenger, _messenger_checks(settings)),
+        ("chathouse", CHATHOUSE_DATABASE_URL, settings.has_chathouse, _chathouse_checks(settings)),
+    ):
+        if not is_configured:
+            click.echo(f"{name}: left out, {variable} is not set")
+            continue
+        for well, look in checks:
+            is_well = _report(name, well, look) and is_well
+    if not is_well:
         raise SystemExit(1)
+
+
+# What there is to say when nothing was found, and what finds it.
+_Check = tuple[str, Callable[[], Sequence[Finding]]]
+
+
+def _messenger_checks(settings: Settings) -> Sequence[_Check]:
+    def database() -> Sequence[Finding]:
+        engine = _database(MESSENGER_DATABASE_URL, "check")
+        return check_messenger(engine, settings.call_timeout_reaper, known_revisions("messenger"))
+
+    return [("the database has all that call_timeout_reaper needs", database)]
+
+
+def _chathouse_checks(settings: Settings) -> Sequence[_Check]:
+    def database() -> Sequence[Finding]:
+        engine = _database(CHATHOUSE_DATABASE_URL, "check")
+        return check_chathouse(engine, settings.post_chat_mail, known_revisions("chathouse"))
+
+    def dialog_api() -> Sequence[Finding]:
+        timeout = settings.post_chat_mail.dialog_api_timeout
+        return check_dialog_api(_variable(DIALOG_API_URL), _variable(DIALOG_API_TOKEN), timeout=timeout)
+
+    def adapter() -> Sequence[Finding]:
+        # As Dagster does, for an adapter in the working directory.
+        sys.path.append(str(Path.cwd()))
+        return check_adapter(_variable(DIALOG_API_ADAPTER))
+
+    return [
+        ("the database has all that post_chat_mail needs", database),
+        ("Redis can be read and written", lambda: check_redis(_variable(REDIS_URL))),
+        ("the adapter of the dialog API can be made; it was not asked anything", adapter)
+        if settings.has_own_dialog_api
+        else ("the dialog API answers", dialog_api),
+    ]
+
+
+def _report(context: str, well: str, look: Callable[[], Sequence[Finding]]) -> bool:
+    """Show what is found, or that all is well; whether nothing would break."""
+    try:
+        findings = look()
+    except PinJobsError as error:
+        findings = [Finding(Severity.ERROR, str(error))]
+    for finding in findings:
+        click.echo(f"{finding.severity}: {context}: {finding.line}")
+    if not findings:
+        click.echo(f"ok: {context}: {well}")
+    return not any(finding.severity is Severity.ERROR for finding in findings)
 
 
 @main.group()
@@ -141,10 +196,18 @@ def release(call_ids: tuple[UUID, ...], everything: bool) -> None:
 
 
 def _messenger_database(command: str) -> Engine:
-    url = os.environ.get(MESSENGER_DATABASE_URL, "").strip()
-    if not url:
+    if not _variable(MESSENGER_DATABASE_URL):
         raise click.ClickException(f"{MESSENGER_DATABASE_URL} is not set")
-    return connect_to(parse_database_url(url, variable=MESSENGER_DATABASE_URL), application_name=f"pin-jobs {command}")
+    return _database(MESSENGER_DATABASE_URL, command)
+
+
+def _database(variable: str, command: str) -> Engine:
+    url = parse_database_url(_variable(variable), variable=variable)
+    return connect_to(url, application_name=f"pin-jobs {command}")
+
+
+def _variable(name: str) -> str:
+    return os.environ.get(name, "").strip()
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -98,7 +98,7 @@ class TestCheck:
         result = pin_jobs("check", MESSENGER_DATABASE_URL=messenger.jobs_url)
         assert (result.exit_code, result.output) == (
             0,
-            "ok: messenger: the database has all that call_timeout_reaper needs\n",
+            f"ok: messenger: the database has all that call_timeout_reaper needs\n{LEFT_OUT}",
         )
 
     def test_with_warnings_only_succeeds(self, pin_jobs, messenger):
@@ -106,7 +106,8 @@ class TestCheck:
         result = pin_jobs("check", MESSENGER_DATABASE_URL=messenger.jobs_url)
         assert result.exit_code == 0
         assert result.output.startswith("warning: messenger: no index serves ")
-        assert result.output.count("\n") == 1
+        assert result.output.endswith(LEFT_OUT)
+        assert result.output.count("\n") == 2
 
     def test_with_an_error_fails_and_names_every_difference(self, pin_jobs, messenger):
         messenger.run("DROP TABLE messenger.realtime_outbox")
@@ -117,13 +118,15 @@ class TestCheck:
         assert result.output.splitlines() == [
             "error: messenger: messenger.call_sessions has no column end_reason (text)",
             "error: messenger: messenger.realtime_outbox is missing",
+            LEFT_OUT.strip(),
         ]
 
     def test_of_a_database_that_is_away_fails_in_one_line(self, pin_jobs):
         result = pin_jobs("check", MESSENGER_DATABASE_URL=UNREACHABLE)
         assert result.exit_code == 1
         assert result.output.startswith("error: messenger: the messenger database cannot be reached: ")
-        assert result.output.count("\n") == 1
+        assert result.output.endswith(LEFT_OUT)
+        assert result.output.count("\n") == 2
         assert "s3cr3t" not in result.output
 
     def test_refuses_an_option_out_of_its_range(self, pin_jobs, messenger):
@@ -135,6 +138,101 @@ class TestCheck:
         result = pin_jobs("check")
         assert result.exit_code == 1
         assert "MESSENGER_DATABASE_URL" in result.output
+
+
+class TestCheckOfTheChathouse:
+    @pytest.fixture
+    def variables(self, chathouse, valkey_url, dialog_api):
+        return {
+            "CHATHOUSE_DATABASE_URL": chathouse.jobs_url,
+            "REDIS_URL": valkey_url,
+            "DIALOG_API_URL": dialog_api.url,
+            "DIALOG_API_TOKEN": dialog_api.token,
+        }
+
+    def test_that_has_all_says_so_of_each_part(self, pin_jobs, variables):
+        result = pin_jobs("check", **variables)
+        assert (result.exit_code, result.output.splitlines()) == (
+            0,
+            [
+                "messenger: left out, MESSENGER_DATABASE_URL is not set",
+                "ok: chathouse: the database has all that post_chat_mail needs",
+                "ok: chathouse: Redis can be read and written",
+                "ok: chathouse: the dialog API answers",
+            ],
+        )
+
+    def test_shows_both_contexts_and_fails_when_either_would_break(self, pin_jobs, messenger, chathouse, variables):
+        variables["MESSENGER_DATABASE_URL"] = messenger.jobs_url
+        assert pin_jobs("check", **variables).exit_code == 0
+        messenger.run("DROP TABLE messenger.realtime_outbox")
+        result = pin_jobs("check", **variables)
+        assert result.exit_code == 1
+        assert [line.rpartition(": ")[0] for line in result.output.splitlines()] == [
+            "error: messenger",
+            *["ok: chathouse"] * 3,
+        ]
+        variables["MESSENGER_DATABASE_URL"] = ""
+        chathouse.run("ALTER TABLE chathouse.inmails DROP COLUMN sent_at")
+        result = pin_jobs("check", **variables)
+        assert result.exit_code == 1
+        assert "error: chathouse: chathouse.inmails has no column sent_at (timestamptz)\n" in result.output
+
+    def test_that_is_away_fails_for_the_database_and_warns_of_the_rest(self, pin_jobs):
+        result = pin_jobs(
+            "check",
+            CHATHOUSE_DATABASE_URL=UNREACHABLE,
+            REDIS_URL="redis://:s3cr3t@127.0.0.1:1/0",
+            DIALOG_API_URL="http://127.0.0.1:1",
+            DIALOG_API_TOKEN="s3cr3t",
+        )
+        assert result.exit_code == 1
+        _, database, redis, dialog_api = result.output.splitlines()
+        assert database.startswith("error: chathouse: the chathouse database cannot be reached: ")
+        assert redis.startswith("warning: chathouse: Redis cannot be reached: checks go on without it")
+        assert dialog_api.startswith("warning: chathouse: the dialog API gives no answer (cannot be reached")
+        assert "s3cr3t" not in result.output
+
+    def test_with_only_redis_and_the_dialog_api_away_succeeds(self, pin_jobs, variables):
+        variables |= {"REDIS_URL": "redis://127.0.0.1:1/0", "DIALOG_API_URL": "http://127.0.0.1:1"}
+        result = pin_jobs("check", **variables)
+        assert result.exit_code == 0
+        assert [line.partition(":")[0] for line in result.output.splitlines()[1:]] == ["ok", "warning", "warning"]
+
+    def test_with_a_token_that_is_refused_fails(self, pin_jobs, variables):
+        result = pin_jobs("check", **{**variables, "DIALOG_API_TOKEN": "s3cr3t"})
+        assert result.exit_code == 1
+        assert "error: chathouse: the token is refused by the dialog API (HTTP 401)" in result.output
+        assert "s3cr3t" not in result.output
+
+    def test_with_an_adapter_makes_it_and_asks_nobody(self, pin_jobs, variables, dialog_api, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        Path("crm_of_the_host.py").write_text("class Crm:\n    def mail_limit(self, *_): raise ValueError\n")
+        for adapter, code, line in (
+            ("crm_of_the_host:Crm", 0, "ok: chathouse: the adapter of the dialog API can be made; it was not asked"),
+            ("crm_of_the_host:Gone", 1, "error: chathouse: the adapter crm_of_the_host:Gone of the dialog API cannot"),
+        ):
+            result = pin_jobs("check", **{**variables, "DIALOG_API_ADAPTER": adapter})
+            assert result.exit_code == code
+            assert result.output.splitlines()[-1].startswith(line)
+        assert dialog_api.asked == []
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"REDIS_URL": ""}, "CHATHOUSE_DATABASE_URL is set, and post_chat_mail needs REDIS_URL too"),
+            ({"DIALOG_API_TOKEN": ""}, "CHATHOUSE_DATABASE_URL is set, and post_chat_mail needs DIALOG_API_TOKEN too"),
+            ({"DIALOG_API_URL": "http://u:s3cr3t@h"}, "DIALOG_API_URL holds more than host, port and path"),
+            ({"POST_CHAT_MAIL_SILENCE": "61 days"}, "POST_CHAT_MAIL_SILENCE is '61 days'"),
+        ],
+    )
+    def test_with_settings_that_do_not_load_fails_in_one_line(self, pin_jobs, variables, change, words):
+        result = pin_jobs("check", **{**variables, **change})
+        assert result.exit_code == 1
+        assert result.output.startswith(f"Error: {words}")
+        assert result.output.count("\n") == 1
+        assert "s3cr3t" not in result.output
 
 
 class TestQuarantine:

@@ -62,3 +62,5 @@ CREATE TABLE IF NOT EXISTS chathouse.operator_tasks (
 );
 
 CREATE INDEX IF NOT EXISTS ix_operator_tasks_pair ON chathouse.operator_tasks (lady_db_id, man_ulid, status);
+
+CREATE INDEX IF NOT EXISTS ix_operator_tasks_operator ON chathouse.operator_tasks (operator_id, status);

@@ -284,7 +284,7 @@ def _around_the_end_of_its_window(windows: CallWindows, kind: str, offset: timed
             return StoredCall(status="Ringing", started_age=windows.ring + offset, updated_age=other)
         case "Silent":
             # Its host leaves updated_at NULL.
-            return StoredCall(status="Answered", started_age=windows.stale_answered + offset, updated_age=None)  # type: ignore[arg-type]
+            return StoredCall(status="Answered", started_age=windows.stale_answered + offset, updated_age=None)  # type: ignore[arg-type]  # see above
         case _:
             return StoredCall(status=kind, started_age=other, updated_age=windows.stale_answered + offset)
 
