@@ -47,6 +47,7 @@ PREFIXES = (
     "DIALOG_API_",
     "PIN_JOBS_SENSORS",
     "CALL_TIMEOUT_REAPER_",
+    "POST_CHAT_MAIL_",
 )
 
 

@@ -41,6 +41,7 @@ _NOT_INHERITED = (
     "DIALOG_API_",
     "PIN_JOBS_",
     "CALL_TIMEOUT_REAPER_",
+    "POST_CHAT_MAIL_",
 )
 
 

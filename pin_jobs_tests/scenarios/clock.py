@@ -5,7 +5,7 @@ from typing import Final
 
 from sqlalchemy import text
 
-from pin_jobs_tests.factories import Messenger
+from pin_jobs_tests.factories import Database
 
 # Functions belong to a database, PostgreSQL's own too: in this one clock_timestamp() is another from here on.
 _INSTALL: Final = """
@@ -21,19 +21,19 @@ _INSTALL: Final = """
 class DatabaseClock:
     """Stands still until it is set; the ages of new calls of the factories count back from it."""
 
-    def __init__(self, messenger: Messenger) -> None:
-        self._messenger = messenger
-        with messenger.engine.begin() as connection:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        with database.engine.begin() as connection:
             connection.exec_driver_sql(_INSTALL)
-        with messenger.jobs_engine.connect() as connection:
+        with database.jobs_engine.connect() as connection:
             assert connection.scalar(text("SELECT clock_timestamp()")) == self.now
 
     @property
     def now(self) -> datetime:
         """What it shows."""
-        moment: datetime = self._messenger.value("SELECT moment FROM set_clock.reading")
+        moment: datetime = self._database.value("SELECT moment FROM set_clock.reading")
         return moment
 
     def set(self, moment: datetime) -> None:
         """Turn it, forward or back, to the microsecond."""
-        self._messenger.run("UPDATE set_clock.reading SET moment = :moment", moment=moment)
+        self._database.run("UPDATE set_clock.reading SET moment = :moment", moment=moment)
