@@ -172,7 +172,7 @@ class Dagster:
         that needs the sensor off loads it so.
         """
         sensor = {**LOCATION, "sensorName": SENSOR}
-        assert self.ask(_SENSOR_ON, sensor=sensor)["startSensor"]["__typename"] == "Sensor"
+        assert self.ask(SENSOR_ON, sensor=sensor)["startSensor"]["__typename"] == "Sensor"
         try:
             yield
         finally:
@@ -495,7 +495,7 @@ _DAYS = """query ($repository: RepositorySelector!, $name: String!) {
   }
 }"""
 
-_SENSOR_ON = """mutation ($sensor: SensorSelector!) { startSensor(sensorSelector: $sensor) { __typename } }"""
+SENSOR_ON = """mutation ($sensor: SensorSelector!) { startSensor(sensorSelector: $sensor) { __typename } }"""
 
 _SENSOR_RESET = """mutation ($sensor: SensorSelector!) { resetSensor(sensorSelector: $sensor) { __typename } }"""
 

@@ -85,11 +85,8 @@ class Leases:
 
         A database that is gone is no error here: a lease runs out by itself.
         """
-        if not self.held:
-            return
         try:
-            with transaction(self._engine, WRITE_TIMEOUT) as connection:
-                self.complete(connection, list(self.held.values()))
+            self.let_go(list(self.held.values()))
         except PinJobsError as error:
             self._log.warning("leases are not given back, they run out by themselves: %s", error)
         self.held.clear()

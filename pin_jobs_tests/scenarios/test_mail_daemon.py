@@ -8,7 +8,7 @@ from redis import Redis
 from pin_jobs.sandbox.dialog_api import DialogApiServer
 from pin_jobs_tests.chathouse.factories_chathouse import Chathouse
 from pin_jobs_tests.conftest import DIALOG_API_TOKEN
-from pin_jobs_tests.deployment import LOCATION, UNFINISHED, deployment
+from pin_jobs_tests.deployment import LOCATION, SENSOR_ON, UNFINISHED, deployment
 from pin_jobs_tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
@@ -20,7 +20,6 @@ SET_CURSOR = """mutation ($sensor: SensorSelector!, $cursor: String) {
 }"""
 IDS = "query ($sensor: SensorSelector!) { sensorOrError(sensorSelector: $sensor) { ... on Sensor { id } } }"
 OFF = "mutation ($id: String!) { stopSensor(id: $id) { __typename } }"
-ON = "mutation ($sensor: SensorSelector!) { startSensor(sensorSelector: $sensor) { __typename } }"
 CHECKED = "SELECT last_completed FROM pin_jobs.operator_checks WHERE operator_id = 'anna'"
 
 
@@ -55,7 +54,7 @@ def test_a_reset_cursor_deleted_runs_and_a_switched_sensor_bring_no_task_twice_a
             dagster.delete(run["runId"])
         assert dagster.ask(SET_CURSOR, sensor=SENSOR)["setSensorCursor"]["__typename"] == "Sensor"
         second = chathouse.add_chat("anna", lady=first.lady)
-        assert dagster.ask(ON, sensor=SENSOR)["startSensor"]["__typename"] == "Sensor"
+        assert dagster.ask(SENSOR_ON, sensor=SENSOR)["startSensor"]["__typename"] == "Sensor"
 
         wait_for(lambda: chathouse.tasks(second), 90, "a task for the chat that came meanwhile")
         for _ in range(2):
