@@ -74,12 +74,15 @@ class RunningChecks:
 def operator_checks_resource(options: PostChatMailOptions, *, is_backfill: bool) -> ResourceDefinition:
     """The run's `RunningChecks`. Tear-down gives back the leases that a failure or Terminate left."""
 
+    by_hand = {
+        "operators": Field([str], default_value=[], description="Operators to check; all at work when empty."),
+        "only_due": Field(bool, default_value=False, description="Leave out those that are not due by now."),
+    }
+
     @resource(
         required_resource_keys={"chathouse_database", "redis", "dialog_api"},
-        config_schema={
-            "operators": Field([str], default_value=[], description="Operators to check; all at work when empty."),
-            "only_due": Field(bool, default_value=False, description="Leave out those that are not due by now."),
-        },
+        # The operator of a backfill is its partition.
+        config_schema={} if is_backfill else by_hand,
         description="The operators that this run holds, and what was found out about their chats.",
     )
     def operator_checks(context: InitResourceContext) -> Generator[RunningChecks, None, None]:
@@ -88,7 +91,6 @@ def operator_checks_resource(options: PostChatMailOptions, *, is_backfill: bool)
             raise RuntimeError("operator_checks works inside a run only")
         if not is_whole(run, (find_candidates.name, check_mail_limits.name, create_tasks.name)):
             raise NotAWholeCheck
-        order = Order(context.resource_config["operators"] or None, only_due=context.resource_config["only_due"])
         if is_backfill:
             if PARTITION_TAG not in run.tags:
                 raise NoOperator
@@ -96,6 +98,8 @@ def operator_checks_resource(options: PostChatMailOptions, *, is_backfill: bool)
             order = Order(
                 [run.tags[PARTITION_TAG]], stopped_too=True, wait_for_lease=options.lease_ttl + timedelta(seconds=5)
             )
+        else:
+            order = Order(context.resource_config["operators"] or None, only_due=context.resource_config["only_due"])
         database = cast(PostgresResource, context.resources.chathouse_database)
         dialog_api = cast(DialogApiResource, context.resources.dialog_api)
         with (

@@ -65,7 +65,8 @@ def run_dev(data_dir: Path, port: int, say: Say = echo) -> int:
     """Run the whole system until SIGINT, SIGTERM or SIGHUP; return the exit code.
 
     0 after such a signal; 1 when it cannot start or when one of its processes ends by itself, which `say` is told in
-    one line. PostgreSQL and Valkey may end: they are started again. Listens on `port` of 127.0.0.1, or on the next free one.
+    one line. PostgreSQL and Valkey may end: they are started again. Listens on `port` of 127.0.0.1, or on the next
+    free one.
     """
     with _stop_signals() as stop:
         try:

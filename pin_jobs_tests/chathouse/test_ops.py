@@ -188,14 +188,19 @@ class TestTheBackfill:
         assert not run.success
         assert chathouse.tasks() == []
 
-    def test_takes_no_address_from_whoever_launches_it(self, chathouse, resources, instance):
+    @pytest.mark.parametrize(
+        ("resource", "config"),
+        [("dialog_api", {"url": "http://127.0.0.1:9/elsewhere"}), ("operator_checks", {"operators": ["berta"]})],
+    )
+    def test_takes_no_address_and_no_other_operator(self, chathouse, resources, instance, resource, config):
         chathouse.add_chat(chathouse.add_operator("anna"))
         job = build_post_chat_mail_backfill(PostChatMailOptions(), resources)
-        elsewhere = {"resources": {"dialog_api": {"config": {"url": "http://127.0.0.1:9/elsewhere"}}}}
-        with pytest.raises(
-            DagsterInvalidConfigError, match='unexpected config entry "url" at path root:resources:dialog_api'
-        ):
-            job.execute_in_process(elsewhere, instance=instance, tags={"dagster/partition": "anna"})
+        (unexpected,) = config
+        words = f'unexpected config entry "{unexpected}" at path root:resources:{resource}'
+        with pytest.raises(DagsterInvalidConfigError, match=words):
+            job.execute_in_process(
+                {"resources": {resource: {"config": config}}}, instance=instance, tags={"dagster/partition": "anna"}
+            )
         assert instance.get_runs_count() == 0
 
 
